@@ -1,0 +1,109 @@
+# Everything is set up inside the checkout: .venv for treewire, .venv-proto for the generator of treewire/v1, .venv-sglang for
+# the tests that run SGLang.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROTO_OUT ?= .
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
+.DEFAULT_GOAL := help
+
+.PHONY: help install demo test test-browser chromium test-sglang gpu-check-sglang lint format proto conformance-reference compose-test bench bench-micro bench-ablation docs-reference chaos load clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(VENV)/.installed ## set up .venv with everything, developer tools included
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "python 3.11 or newer is needed: set PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit("python %d.%d is too old, treewire needs 3.11" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@echo "setting up $(VENV); PyTorch is the large part of it"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.venv-proto/.installed: protos/requirements.txt
+	@test -x .venv-proto/bin/python || $(PYTHON) -m venv .venv-proto
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-proto/bin/python -m pip install --quiet --requirement protos/requirements.txt
+	@touch $@
+
+conformance-reference: .venv-conformance/.installed ## fetch the public DFlash reference that the drafter is tested against
+
+.venv-conformance/.installed: tests/conformance/requirements.txt | install
+	@$(PIP) install --quiet --no-deps --target .venv-conformance --upgrade --requirement $<
+	@touch $@
+
+demo: install ## start the stack with the default model, stream an answer, show how speculation went
+	@$(BIN)/treewire demo
+
+test: install .venv-proto/.installed .venv-conformance/.installed chromium ## lint, then run every test on the real small model and the simulated one
+	@$(MAKE) --no-print-directory lint
+	@$(BIN)/python -m treewire.weights smollm2-135m
+	$(BIN)/python -m pytest
+
+# Without dependencies: SGLang's own would bring CUDA. torch is the build that pip finds; one for CPUs is wanted.
+.venv-sglang/.installed: constraints-sglang.txt $(wildcard tests/sglang_platform/*.toml tests/sglang_platform/*/*.py)
+	@command -v $(PYTHON) >/dev/null || { echo "python 3.11 is needed: set PYTHON=/path/to/python3"; exit 1; }
+	@echo "setting up .venv-sglang: SGLang, PyTorch and Triton, 0.6 GB to fetch"
+	@test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-sglang/bin/python -m pip install --no-deps --requirement constraints-sglang.txt
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-sglang/bin/python -m pip install --quiet --no-deps --no-build-isolation tests/sglang_platform
+	@.venv-sglang/bin/python -c 'import torch' || { echo "this torch needs CUDA packages: let pip find a CPU build of it"; exit 1; }
+	@touch $@
+
+test-sglang: .venv-sglang/.installed ## run the target engine on SGLang against its contract, on this CPU
+	@.venv-sglang/bin/python -m treewire.weights smollm2-135m
+	.venv-sglang/bin/python -m pytest tests/sglang -v
+
+gpu-check-sglang: ## try tree backends and graphs of SGLang on this GPU, with the python of SGLANG_PYTHON
+	$(or $(SGLANG_PYTHON),$(BIN)/python) -m tests.gpu.sglang_check
+
+test-browser: install chromium ## drive the playground in headless Chromium
+	$(BIN)/python -m pytest -m browser
+
+chromium:
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null; } || \
+		{ echo "the playground's tests need chromium on the PATH: install it, or run this as root where apt-get is"; exit 1; }
+	@command -v chromium >/dev/null || { echo "installing chromium"; apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
+
+lint: install ## check style, types, imports and protos
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/buf lint
+
+format: install ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/buf format -w
+
+proto: .venv-proto/.installed ## generate treewire/v1 from protos/ with the oldest supported generator
+	@mkdir -p $(PROTO_OUT)
+	@PATH="$(CURDIR)/.venv-proto/bin:$$PATH" python -m grpc_tools.protoc -Iprotos --python_out=$(PROTO_OUT) --grpc_python_out=$(PROTO_OUT) \
+		--mypy_out=quiet:$(PROTO_OUT) --mypy_grpc_out=quiet:$(PROTO_OUT) protos/treewire/v1/*.proto
+
+compose-test: install ## bring the compose stack up on a Docker engine, stream through it, take it down
+	$(BIN)/python tests/compose/stack_check.py
+
+chaos: install ## kill, stop and restart processes under load for 15 minutes, compare every output
+	$(BIN)/python -m tests.chaos.chaos --generations 2000 --soak-seconds 900 --json benchmarks/results/chaos.json
+
+load: install ## 1,000 streams at one gateway that runs 256 at once
+	$(BIN)/python -m benchmarks.load --json benchmarks/results/load.json
+
+bench: install ## compare with peers on this machine: same weights, same prompts, one run
+	$(BIN)/python -m benchmarks.peers
+
+bench-micro: install ## time the pure core: tree building, noise, visibility, acceptance
+	$(BIN)/python -m benchmarks.micro.core
+
+bench-ablation: install ## tokens a round by tree, acceptance rule and temperature; MODEL, DRAFTER
+	$(BIN)/python -m benchmarks.ablation.sampling --model $(or $(MODEL),smollm2-135m) --drafter $(or $(DRAFTER),ngram)
+
+docs-reference: install ## write docs/configuration.md anew from the settings
+	@$(BIN)/python -m treewire.runtime.reference > docs/configuration.md
+
+clean: ## remove what install and the tests made
+	rm -rf $(VENV) .venv-proto .venv-conformance .venv-sglang .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,76 @@
+"""This file is the seam between the draft service and a drafter: what an engine is given, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treewire.core.sampling import Sampling
+from treewire.core.tree import Commit, Marginals
+
+SessionId = int
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """What a drafter is and how far it looks. `vocabulary_size` and `tokenizer_hash` are 0 and "" if any target fits.
+
+    A drafter that needs context features says which: their size, the target layers that they are made of, and the hash of the
+    projection that makes them.
+    """
+
+    engine: str
+    model: str
+    vocabulary_size: int
+    tokenizer_hash: str
+    horizon: int
+    width: int
+    max_context: int
+    needs_features: bool = False
+    feature_size: int = 0
+    tapped_layers: tuple[int, ...] = ()
+    feature_projection_hash: str = ""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A session's new commit, and how deep and wide the answer may be.
+
+    `features`, float32 [positions, feature size], of the positions since the last proposal, for engines that need them.
+    """
+
+    session: SessionId
+    commit: Commit
+    horizon: int
+    width: int
+    features: NDArray[np.float32] | None = None
+
+
+class DraftEngine(Protocol):
+    """A drafter on one device. One thread calls, one call at a time; batches in and out."""
+
+    @property
+    def drafter(self) -> Drafter:
+        """What this engine is."""
+
+    def start(self, session: SessionId, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Make room for a session that continues this prompt."""
+
+    def propose(self, proposals: Sequence[Proposal]) -> Sequence[Marginals]:
+        """Take in each session's commit and guess what follows; one answer each, in order. At temperature above 0 the
+        log-probs are those at the session's temperature and rows rank by log-prob plus shared noise."""
+
+    def release(self, session: SessionId) -> None:
+        """Free everything the session holds. An unknown session is no error."""
+
+
+@runtime_checkable
+class FeatureReader(DraftEngine, Protocol):
+    """A drafter that reads context features: of every committed position but the last, in order."""
+
+    def take_in(self, session: SessionId, features: NDArray[np.float32]) -> None:
+        """Take in the next positions' features ahead of the next proposal, as the prompt's arrive."""

@@ -1,0 +1,117 @@
+"""This file is how a checkpoint of a feature drafter becomes an engine: which network it is, and what it says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draft_service.engine import Drafter
+from draft_service.engines.feature_drafter import FeatureDrafter
+from draft_service.engines.target_tensors import TargetTensors, load_target_tensors, load_tensors
+from treewire.checkpoint import DFLASH, architecture_of, feature_projection, read_config
+from treewire.vocabulary import load_tokenizer, vocabulary_hash
+
+AUTO, INT8 = "auto", "int8"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, INT8: torch.float32}
+
+
+def load_feature_drafter(
+    checkpoint: Path,
+    target: Path,
+    *,
+    name: str = "",
+    device: str = "cpu",
+    dtype: str = "float32",
+    horizon: int = 64,
+    width: int = 64,
+    num_threads: int | None = None,
+) -> FeatureDrafter[Any]:
+    """The drafter of a checkpoint, DFlash or recurrent, for the target whose directory is `target`.
+
+    `name` is what people read; `horizon` and `width` are cut to what the drafter has; `num_threads` is of the whole process.
+    `dtype` "int8", for recurrent drafters, rounds their matrices; "auto" is that for them, and float32 for block drafters.
+    Raises ValueError, with the reason, for a checkpoint that this engine does not run or that does not fit the target.
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    config, projection = read_config(checkpoint), feature_projection(checkpoint)
+    is_block = architecture_of(config) == DFLASH
+    dtype = _resolved(dtype, device, is_block=is_block)
+    shared = load_target_tensors(target, device=device, dtype=_DTYPES[dtype])
+    vocabulary_size, hidden_size = shared.embedding.shape
+    if hidden_size != projection.feature_size:
+        raise ValueError(f"the drafter has hidden size {projection.feature_size}, its target's embedding has {hidden_size}")
+    tensors = load_tensors(checkpoint, device=device, dtype=_DTYPES[dtype])
+    if is_block:
+        network, own_horizon = _block_network(config, tensors, shared)
+    else:
+        network, own_horizon = _recurrent_network(config, tensors, shared, in_int8=dtype == INT8)
+    drafter = Drafter(
+        engine="dflash" if is_block else "recurrent",
+        model=name or checkpoint.name,
+        vocabulary_size=vocabulary_size,
+        tokenizer_hash=_tokenizer_hash(target),
+        horizon=min(horizon, own_horizon),
+        width=min(width, vocabulary_size),
+        max_context=min(shared.max_context, config.get("max_position_embeddings") or shared.max_context),
+        needs_features=True,
+        feature_size=projection.feature_size,
+        tapped_layers=projection.tapped_layers,
+        feature_projection_hash=projection.hash,
+    )
+    return FeatureDrafter(network, drafter)
+
+
+def _resolved(dtype: str, device: str, *, is_block: bool) -> str:
+    """The type in which weights are kept. Raises ValueError for one, or a device, that this drafter does not take."""
+    taken = ("float32", "bfloat16", "float16") if is_block else ("float32", INT8)
+    if dtype not in (AUTO, *taken):
+        raise ValueError(f"dtype is {dtype!r}, this drafter takes {', '.join((AUTO, *taken))}")
+    if not is_block and device != "cpu":
+        raise ValueError(f"device is {device!r}, recurrent drafters run on a CPU")
+    if dtype == AUTO:
+        return "float32" if is_block else INT8
+    return dtype
+
+
+def _block_network(config: Any, tensors: dict[str, Tensor], shared: TargetTensors) -> tuple[Any, int]:
+    from draft_service.engines.dflash.model import DFlashConfig, DFlashDrafter
+    from draft_service.engines.dflash.network import BlockNetwork
+
+    shape = DFlashConfig.from_json(config)
+    if not 0 <= shape.mask_token_id < len(shared.embedding):
+        raise ValueError(f"mask token is {shape.mask_token_id}, the target has tokens up to {len(shared.embedding) - 1}")
+    with torch.device("meta"):
+        model = DFlashDrafter(shape, shared.embedding, shared.head)
+    return BlockNetwork(_filled(model, tensors)), shape.horizon
+
+
+def _recurrent_network(config: Any, tensors: dict[str, Tensor], shared: TargetTensors, *, in_int8: bool) -> tuple[Any, int]:
+    from draft_service.engines.recurrent.model import RecurrentConfig, RecurrentDrafter
+    from draft_service.engines.recurrent.network import RecurrentNetwork
+
+    shape = RecurrentConfig.from_json(config)
+    tensors["candidate_ids"] = tensors["candidate_ids"].long()
+    model = RecurrentDrafter(shape, shared.embedding, shared.head, tensors["candidate_ids"])
+    filled = _filled(model, tensors)
+    return RecurrentNetwork(filled.for_drafting() if in_int8 else filled), shape.horizon
+
+
+def _filled(model: Any, tensors: dict[str, Tensor]) -> Any:
+    """The model with these weights. Raises ValueError unless they are exactly the model's."""
+    expected, given = set(model.state_dict()), set(tensors)
+    if expected != given:
+        missing, unknown = sorted(expected - given), sorted(given - expected)
+        raise ValueError(f"the checkpoint lacks the tensors {missing} and has unknown ones {unknown}")
+    try:
+        model.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"the checkpoint does not have the shape that its config says: {error}") from error
+    return model.requires_grad_(False).eval()
+
+
+def _tokenizer_hash(target: Path) -> str:
+    return vocabulary_hash(load_tokenizer(target)) if (target / "tokenizer.json").is_file() else ""

@@ -1,0 +1,1 @@
+"""The block drafter: DFlash, one forward for all the next positions."""

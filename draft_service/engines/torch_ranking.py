@@ -1,0 +1,73 @@
+"""This file is the ranking of a drafter's tokens on its device, the twin of `ranking` for engines on torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from treewire.core.noise import noise_at, noise_row
+from treewire.core.sampling import Sampling
+
+_NUM_NOISE_ROWS = 32  # per session: later rounds look at positions that an earlier one has looked at
+_LARGEST_ID = 2**31 - 1
+
+
+class Ranked(NamedTuple):
+    """The best tokens of each row, best first, equals by the lower token id; int64 and float32 [rows, width]."""
+
+    token_ids: Tensor
+    log_probs: Tensor
+
+
+class SessionNoise:
+    """The shared noise of one session over the tokens that its drafter can guess; none for a greedy one.
+
+    `candidate_ids` int64 [candidates] are those tokens, in ascending order; None are all of the vocabulary.
+    """
+
+    def __init__(self, sampling: Sampling, vocabulary_size: int, candidate_ids: Tensor | None) -> None:
+        self.temperature = sampling.temperature
+        make = partial(_noise_row, sampling.seed, vocabulary_size, candidate_ids)
+        self._row = None if sampling.is_greedy else lru_cache(_NUM_NOISE_ROWS)(make)
+
+    def at(self, position: int) -> Tensor | None:
+        """Noise float32 [candidates] of the token at a position."""
+        return None if self._row is None else self._row(position)
+
+
+def rank(logits: Tensor, noises: list[SessionNoise], positions: list[int], width: int) -> Ranked:
+    """The best `width` candidates of each row of logits [rows, candidates], where row r is for the token at `positions[r]`.
+
+    Log-probs are normalised over all candidates at the row's temperature (greedy: 1); rows rank by them plus the noise.
+    Candidates are named by their index.
+    """
+    temperatures = torch.tensor([noise.temperature or 1.0 for noise in noises], device=logits.device)
+    log_probs = (logits.float() / temperatures[:, None]).log_softmax(-1)
+    scores = log_probs
+    rows = [noise.at(position) for noise, position in zip(noises, positions, strict=True)]
+    if any(row is not None for row in rows):
+        silence = torch.zeros_like(log_probs[0])
+        scores = log_probs + torch.stack([silence if row is None else row.to(silence.device) for row in rows])
+    token_ids = highest(scores, min(width, scores.shape[1]))
+    return Ranked(token_ids, log_probs.gather(1, token_ids))
+
+
+def highest(scores: Tensor, count: int) -> Tensor:
+    """Indices int64 [rows, count] of the highest float32 scores of each row, highest first, equals by the lower index.
+
+    `torch.topk` leaves the order of equals open, so it is given keys without equals: the score's bits, made to order like the
+    score, above the index from the end.
+    """
+    bits = (scores + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0
+    ordered = torch.where(bits >= 0, bits, bits ^ _LARGEST_ID)
+    keys = (ordered << 32) + (_LARGEST_ID - torch.arange(scores.shape[1], device=scores.device))
+    return keys.topk(count, dim=-1).indices
+
+
+def _noise_row(seed: int, vocabulary_size: int, candidate_ids: Tensor | None, position: int) -> Tensor:
+    if candidate_ids is None:
+        return torch.from_numpy(noise_row(seed, position, vocabulary_size))
+    return torch.from_numpy(noise_at(seed, position, candidate_ids.cpu().numpy())).to(candidate_ids.device)

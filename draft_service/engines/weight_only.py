@@ -1,0 +1,41 @@
+"""This file is the matrix of a drafter that drafts: read once for a few rows, it is memory that it waits for, so it is int8."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+INT8_MAX_ROWS = 8
+INT8_MULTIPLE = 32
+_INT8_LARGEST = 127.0
+
+
+class WeightOnlyLinear(nn.Module):
+    """A bias-free linear with weights in int8, one scale for each output; rows come and go in float32.
+
+    More than INT8_MAX_ROWS rows, for which the int8 kernel is slow, and shapes that it does not take read the same weights in
+    bfloat16. Measured on one core, 576 to 8,192, one row: float32 1.8 ms, bfloat16 1.2, int8 0.3.
+    """
+
+    quantised: Tensor
+    scales: Tensor
+    weight: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        scales = weight.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / _INT8_LARGEST
+        quantised = (weight / scales[:, None]).round()
+        self.register_buffer("quantised", quantised.to(torch.int8))
+        self.register_buffer("scales", scales.bfloat16())
+        self.register_buffer("weight", (quantised * scales.bfloat16().float()[:, None]).bfloat16())
+        self._fits_int8 = all(size % INT8_MULTIPLE == 0 for size in weight.shape)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[..., inputs] to [..., outputs]."""
+        flat = rows.reshape(-1, rows.shape[-1]).bfloat16()
+        if self._fits_int8 and len(flat) <= INT8_MAX_ROWS:
+            outputs: Tensor = torch._weight_int8pack_mm(flat, self.quantised, self.scales)
+        else:
+            outputs = functional.linear(flat, self.weight)
+        return outputs.float().reshape(*rows.shape[:-1], -1)

@@ -1,0 +1,54 @@
+"""This file is the loop: how a generation comes about, round by round. Timing, metrics and retries wrap it from outside."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from gateway.stopping import Emission, Stopping
+from treewire.core.build import BuiltTree
+from treewire.core.tree import Commit, Marginals
+
+
+class Verifying(Protocol):
+    """An open session of the verify service."""
+
+    async def prefill(self) -> Commit:
+        """The first token after the prompt."""
+
+    async def verify(self, built: BuiltTree) -> Commit:
+        """What the target accepts of a tree, and its bonus token."""
+
+
+class Drafting(Protocol):
+    """A session of the draft service. Losing it is not an error."""
+
+    async def propose(self, commit: Commit) -> Marginals:
+        """Guesses at what follows; empty without a drafter."""
+
+
+class Policy(Protocol):
+    """How trees are chosen."""
+
+    def build(self, commit: Commit, marginals: Marginals) -> BuiltTree:
+        """The round's tree."""
+
+
+async def generate(
+    verify_session: AbstractAsyncContextManager[Verifying],
+    draft_session: AbstractAsyncContextManager[Drafting],
+    policy: Policy,
+    stopping: Stopping,
+) -> AsyncGenerator[Emission, None]:
+    """One generation. Ends after the emission that has a finish reason; leaving it early ends both sessions."""
+    async with verify_session as verifying, draft_session as drafting:
+        commit = await verifying.prefill()
+        while True:
+            emission = stopping.admit(commit)
+            yield emission
+            if emission.finish_reason:
+                return
+            marginals = await drafting.propose(commit)
+            tree = policy.build(commit, marginals)
+            commit = await verifying.verify(tree)

@@ -1,0 +1,1 @@
+"""The gateway over HTTP, as clients of OpenAI's API expect it."""

@@ -1,0 +1,107 @@
+"""This file is how a body becomes a request: one line for each option, one name for each field that errors speak of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+from gateway.openai.bodies import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationBody
+from treewire.errors import InvalidRequest, TreewireError
+from treewire.types import Message, Request, Sampling
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+)
+"""Options of sampling that have the same name and meaning on both sides."""
+
+_ROLES = {"developer": "system"}
+_FIELDS = {
+    "text": "prompt",
+    "tokens": "prompt",
+    "chat": "messages",
+    "chat content": "messages",
+    "chat.messages": "messages",
+    "ignore_end": "ignore_eos",
+}
+_PROMPT_LENGTH = "prompt length"
+_CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+
+
+class _Input(TypedDict, total=False):
+    """Where a generation starts: one of them."""
+
+    messages: Sequence[Message]
+    text: str
+    token_ids: Sequence[int]
+
+
+def chat_request(body: ChatCompletionRequest) -> Request:
+    """The request of a chat completion."""
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    return _request(body, max_tokens, _Input(messages=to_messages(body.messages)))
+
+
+def completion_request(body: CompletionRequest) -> Request:
+    """The request of a completion. InvalidRequest for more than one prompt."""
+    return _request(body, body.max_tokens, _prompt(body.prompt))
+
+
+def to_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+    """The turns as the chat template takes them."""
+    return [Message(role=_ROLES.get(turn.role, turn.role), content=turn.text) for turn in messages]
+
+
+def _prompt(prompt: str | list[int] | list[str]) -> _Input:
+    if isinstance(prompt, str):
+        return _Input(text=prompt)
+    token_ids = [each for each in prompt if isinstance(each, int)]
+    texts = [each for each in prompt if isinstance(each, str)]
+    if not texts:
+        return _Input(token_ids=token_ids)
+    if len(texts) > 1:
+        raise InvalidRequest(f"prompt has {len(texts)} prompts, 1 is taken", metadata={"field": "prompt"})
+    return _Input(text=texts[0])
+
+
+def _request(body: GenerationBody, max_tokens: int | None, given: _Input) -> Request:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options goes with stream", metadata={"field": "stream_options"})
+    body.check_neutral()
+    return Request(
+        **given,
+        max_tokens=max_tokens,
+        sampling=Sampling(
+            **{name: getattr(body, name) for name in _SAMPLING},
+            top_k=None if body.top_k is None else max(0, body.top_k),
+            seed=None if body.seed is None else body.seed % 2**64,
+        ),
+        stop=[body.stop] if isinstance(body.stop, str) else body.stop or (),
+        stop_token_ids=body.stop_token_ids or (),
+        ignore_end=bool(body.ignore_eos),
+        budget=body.budget,
+        width=body.width,
+    )
+
+
+def param_of(error: TreewireError) -> str | None:
+    """The field of the body that an error is about."""
+    field = error.metadata.get("field")
+    if field == "sampling":  # the message names the parameter first
+        return error.message.removeprefix("sampling: ").split(" ")[0]
+    if field is None or field == _PROMPT_LENGTH:
+        return None
+    return _FIELDS.get(field, field.removeprefix("chat."))
+
+
+def code_of(error: TreewireError) -> str:
+    """A word for programs: what went wrong."""
+    if error.metadata.get("field") == _PROMPT_LENGTH:
+        return _CONTEXT_LENGTH_EXCEEDED
+    return error.reason.lower()

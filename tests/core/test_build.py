@@ -1,0 +1,211 @@
+"""The builder against one that lists every prefix and sorts them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.core.notation import text, token
+from treewire.core.build import BuiltTree, build_tree, perturb
+from treewire.core.noise import noise_row
+from treewire.core.tree import Marginals
+
+ROOT = 1000
+Path = tuple[int, ...]
+
+
+def dyadic_rows(width: st.SearchStrategy[int], lowest: int = -6) -> st.SearchStrategy[list[list[float]]]:
+    """Rows of one width, best first, of few different log-probs: many ties, and sums without rounding."""
+    eighths = st.one_of(st.integers(lowest, 0).map(lambda eighth: eighth / 8), st.just(-math.inf))
+    return width.flatmap(
+        lambda number: st.lists(st.lists(eighths, min_size=number, max_size=number).map(best_first), max_size=3)
+    )
+
+
+def best_first(scores: list[float]) -> list[float]:
+    return sorted(scores, reverse=True)
+
+
+def marginals_of(rows: list[list[float]]) -> Marginals:
+    """Token 10 * depth + rank has the log-prob in that place."""
+    return Marginals.from_rows(
+        [[(10 * row + rank, score) for rank, score in enumerate(scores)] for row, scores in enumerate(rows)]
+    )
+
+
+def best_prefixes(rows: list[list[float]], budget: int, max_depth: int) -> list[tuple[float, Path]]:
+    """Every prefix as its ranks, the best first: by score, then the smaller rank tuple, a prefix ahead of its extension."""
+    prefixes = [
+        (sum(rows[row][rank] for row, rank in enumerate(ranks)), ranks)
+        for depth in range(1, min(len(rows), max_depth) + 1)
+        for ranks in itertools.product(*(range(len(scores)) for scores in rows[:depth]))
+    ]
+    possible = [(score, ranks) for score, ranks in prefixes if score > -math.inf]
+    return sorted(possible, key=lambda prefix: (-prefix[0], prefix[1]))[:budget]
+
+
+def prefixes_of(built: BuiltTree) -> list[tuple[float, Path]]:
+    """Each node below the root as its cumulative score and the ranks on its path, in node order."""
+    paths = [built.tree.path(node)[1:] for node in range(1, len(built.tree))]
+    return [(built.scores[path[-1]], tuple(built.ranks[node] for node in path)) for path in paths]
+
+
+def token_paths(built: BuiltTree) -> list[Path]:
+    return [tuple(built.tree.token_ids[node] for node in built.tree.path(node)) for node in range(len(built.tree))]
+
+
+@given(dyadic_rows(st.integers(0, 4)), st.integers(0, 90), st.integers(0, 4))
+def test_best_prefixes(rows: list[list[float]], budget: int, max_depth: int) -> None:
+    """The tree is the best prefixes in order, ties included, with their scores, ranks and tokens."""
+    built = build_tree(ROOT, marginals_of(rows), budget, max_depth=max_depth)
+    expected = best_prefixes(rows, budget, max_depth)
+    assert prefixes_of(built) == expected
+    assert token_paths(built)[1:] == [(ROOT, *(10 * row + rank for row, rank in enumerate(ranks))) for _, ranks in expected]
+    assert (built.tree.token_ids[0], built.scores[0], built.ranks[0]) == (ROOT, 0.0, 0)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.sampled_from([0.3, 1.0, 3.0]))
+def test_best_prefixes_of_a_softmax(seed: int, budget: int, spread: float) -> None:
+    """With real log-probs, in which sums round, the scores are the best there are."""
+    logits = np.random.default_rng(seed).normal(size=(3, 5)) * spread
+    log_probs = np.sort(logits - np.log(np.exp(logits).sum(1, keepdims=True)))[:, ::-1].astype(np.float32)
+    built = build_tree(ROOT, marginals_of(log_probs.tolist()), budget)
+    expected = best_prefixes(log_probs.astype(np.float64).tolist(), budget, 3)
+    assert [score for score, _ in prefixes_of(built)] == pytest.approx([score for score, _ in expected], abs=1e-12)
+
+
+@given(dyadic_rows(st.integers(1, 4)), st.integers(0, 90), st.integers(0, 90))
+def test_nested_in_the_budget(rows: list[list[float]], budget: int, smaller: int) -> None:
+    """Cutting a tree is building it with the smaller budget, certificate included."""
+    marginals = marginals_of(rows)
+    small, large = sorted((budget, smaller))
+    cut = build_tree(ROOT, marginals, large).cut(small)
+    assert cut == build_tree(ROOT, marginals, small)
+    assert cut.exact == build_tree(ROOT, marginals, small).exact
+
+
+@given(dyadic_rows(st.just(6)), st.integers(1, 5), st.integers(0, 60))
+def test_certificate(rows: list[list[float]], width: int, budget: int) -> None:
+    """A tree certified exact is the best one of its size from marginals of full width."""
+    narrow = build_tree(ROOT, marginals_of([scores[:width] for scores in rows]), budget)
+    full = build_tree(ROOT, marginals_of(rows), narrow.tree.num_draft_tokens)
+    uses_last_rank = any(rank == width - 1 for rank in narrow.ranks[1:])
+    assert narrow.exact == (not uses_last_rank)
+    if narrow.exact:
+        assert narrow.tree == full.tree
+        assert narrow.scores == full.scores
+
+
+def test_certificate_is_given_and_withheld() -> None:
+    """Width 2: rank 1 in the tree withholds the certificate, and a full-width tree is in fact another one."""
+    full, narrow = [[-1.0, -1.125, -1.25]], [[-1.0, -1.125]]
+    assert build_tree(ROOT, marginals_of(narrow), 1).exact
+    built = build_tree(ROOT, marginals_of(narrow), 3)
+    assert not built.exact
+    assert built.tree != build_tree(ROOT, marginals_of(full), 3).tree
+
+
+def test_order_of_equals() -> None:
+    """All log-probs 0: the order is that of the rank tuples, a prefix ahead of its extension."""
+    built = build_tree(ROOT, marginals_of([[0.0, 0.0], [0.0, 0.0]]), 6)
+    assert [ranks for _, ranks in prefixes_of(built)] == [(0,), (0, 0), (0, 1), (1,), (1, 0), (1, 1)]
+
+
+def test_drawn() -> None:
+    """A tree by hand: b 0.5, c 0.25; then d 0.5, e 0.25 below either."""
+    half, quarter = math.log(0.5), math.log(0.25)
+    rows = [[(token("b"), half), (token("c"), quarter)], [(token("d"), half), (token("e"), quarter)]]
+    drawings = [text(build_tree(token("a"), Marginals.from_rows(rows), budget).tree) for budget in (1, 2, 3, 4, 6)]
+    assert drawings == ["a(b)", "a(b(d))", "a(b(d) c)", "a(b(d e) c)", "a(b(d e) c(d e))"]
+
+
+@pytest.mark.parametrize("budget", [0, 16])
+@pytest.mark.parametrize("marginals", [Marginals.empty(), Marginals.from_rows([[], []]), marginals_of([[-math.inf] * 2] * 2)])
+def test_lone_root(marginals: Marginals, budget: int) -> None:
+    """Without a guess the tree is a lone root, and no better tree of its size exists."""
+    built = build_tree(ROOT, marginals, budget)
+    assert (built.tree.token_ids, built.scores, built.ranks, built.exact) == ((ROOT,), (0.0,), (0,), True)
+
+
+@given(dyadic_rows(st.just(4)), st.integers(0, 40))
+def test_order_of_the_row_does_not_matter(rows: list[list[float]], budget: int) -> None:
+    """Rows in any order build the same tree: ranks are by log-prob, equals by the lower token id."""
+    marginals = marginals_of(rows)
+    order = np.random.default_rng(budget).permutation(4)
+    shuffled = Marginals(marginals.token_ids[:, order], marginals.log_probs[:, order]) if rows else marginals
+    assert build_tree(ROOT, shuffled, budget) == build_tree(ROOT, marginals, budget)
+
+
+def test_log_probs_above_zero_count_as_zero() -> None:
+    """Rounding above 0 makes no child better than its parent."""
+    built = build_tree(ROOT, marginals_of([[1e-4, -1.0], [1e-4, -1.0]]), 6)
+    assert max(built.scores) == 0.0
+    assert list(built.scores) == sorted(built.scores, reverse=True)
+
+
+def test_refusals() -> None:
+    """What cannot be built is refused with its value."""
+    marginals = marginals_of([[-1.0, -2.0]])
+    with pytest.raises(ValueError, match="budget is -1"):
+        build_tree(ROOT, marginals, -1)
+    with pytest.raises(ValueError, match="max_depth is -1"):
+        build_tree(ROOT, marginals, 1, max_depth=-1)
+    with pytest.raises(ValueError, match="start at 0"):
+        build_tree(-5, marginals, 1)
+    with pytest.raises(ValueError, match="shape"):
+        build_tree(ROOT, marginals, 1, branch_scores=np.zeros((2, 2)))
+    for wrong in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="NaN"):
+            build_tree(ROOT, marginals, 1, branch_scores=np.array([[0.0, wrong]]))
+
+
+branches = st.lists(st.lists(st.floats(-5, 40), min_size=4, max_size=4), min_size=3, max_size=3)
+
+
+def normalised(branch_scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    log_probs: NDArray[np.float64] = branch_scores - np.log(np.exp(branch_scores).sum(1, keepdims=True))
+    return log_probs
+
+
+@given(branches, st.integers(0, 84))
+def test_branch_scores(rows: list[list[float]], budget: int) -> None:
+    """Branch scores decide which prefixes are in the tree, even where they are positive; the scores shown stay log-probs."""
+    branch_scores = np.array(rows)
+    marginals = marginals_of([[-0.5, -1.0, -1.5, -2.0]] * 3)
+    built = build_tree(ROOT, marginals, budget, branch_scores=branch_scores)
+    ranked = np.sort(normalised(branch_scores))[:, ::-1].tolist()
+    grown_by = [sum(ranked[row][rank] for row, rank in enumerate(ranks)) for _, ranks in prefixes_of(built)]
+    assert grown_by == pytest.approx([score for score, _ in best_prefixes(ranked, budget, 3)], abs=1e-9)
+    log_probs = dict(zip(marginals.token_ids.ravel().tolist(), marginals.log_probs.ravel().tolist(), strict=True))
+    for path, score in zip(token_paths(built), built.scores, strict=True):
+        assert score == sum(log_probs[token_id] for token_id in path[1:])
+    assert built.cut(budget // 2) == build_tree(ROOT, marginals, budget // 2, branch_scores=branch_scores)
+
+
+def test_branch_scores_do_not_bring_back_the_impossible() -> None:
+    """A token of log-prob -inf stays out whatever its branch score, a row of them ends the tree."""
+    marginals = marginals_of([[-1.0, -math.inf], [-math.inf, -math.inf]])
+    built = build_tree(ROOT, marginals, 6, branch_scores=np.full((2, 2), 9.0))
+    assert token_paths(built) == [(ROOT,), (ROOT, 0)]
+
+
+def test_perturb() -> None:
+    """Branch scores are the weighted log-prob plus the weighted noise of the position that the row speaks of."""
+    marginals = marginals_of([[-0.5, -1.0], [-0.25, -math.inf]])
+    scores = perturb(marginals, 7, 100, log_prob_weight=0.5, noise_weight=2.0)
+    noise = np.stack([noise_row(7, 101, 32)[[0, 1]], noise_row(7, 102, 32)[[10, 11]]])
+    np.testing.assert_array_equal(scores, 0.5 * marginals.log_probs.astype(np.float64) + 2.0 * noise)
+    assert perturb(Marginals.empty(), 7, 100).shape == (0, 0)
+
+
+@pytest.mark.parametrize("weights", [(0.0, 1.0), (math.nan, 1.0), (math.inf, 1.0), (1.0, -1.0), (1.0, math.nan)])
+def test_perturb_refusals(weights: tuple[float, float]) -> None:
+    """Weights that would turn the ranking around or make NaN are refused."""
+    with pytest.raises(ValueError, match="weight is"):
+        perturb(marginals_of([[-1.0]]), 0, 0, log_prob_weight=weights[0], noise_weight=weights[1])

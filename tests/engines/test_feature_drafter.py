@@ -1,0 +1,246 @@
+"""Drafters that read features: what they compute, once, whatever the batch and the chunks; which checkpoints are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+from draft_service.engine import FeatureReader, Proposal
+from draft_service.engines.checkpoints import load_feature_drafter
+from draft_service.engines.feature_drafter import FeatureDrafter
+from draft_service.engines.ngram import NgramDrafter
+from draft_service.engines.ranking import rank_vocabulary
+from draft_service.engines.torch_ranking import SessionNoise, highest, rank
+from tests.engines.tiny_drafters import HIDDEN_SIZE, save_dflash, save_recurrent
+from tests.engines.tiny_models import VOCABULARY_SIZE, save_tiny_model
+from treewire.core.noise import noise_row
+from treewire.core.sampling import Sampling
+from treewire.core.tree import Commit, Marginals
+
+SAVED: dict[str, Callable[..., Path]] = {"dflash": save_dflash, "recurrent": save_recurrent}
+TEXT = [5 + number * 7 % 90 for number in range(60)]
+FEATURES: NDArray[np.float32] = np.random.default_rng(0).standard_normal((60, HIDDEN_SIZE)).astype(np.float32)
+
+
+@pytest.fixture(params=SAVED)
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> FeatureDrafter[Any]:
+    """An engine of each kind with random weights."""
+    return load_feature_drafter(SAVED[request.param](tmp_path / "drafter"), save_tiny_model(tmp_path / "target", "llama"))
+
+
+def propose(
+    engine: FeatureDrafter[Any], session: int, length: int, known: int, *, width: int = 8, horizon: int = 64
+) -> Proposal:
+    """A proposal after the first `length` tokens of the text, with the features from `known` on."""
+    features = FEATURES[known : length - 1]
+    committed = len(engine._sessions[session].token_ids)
+    return Proposal(session, Commit(tuple(TEXT[committed:length]), length), horizon, width, features)
+
+
+def start(engine: FeatureDrafter[Any], session: int, length: int, sampling: Sampling | None = None) -> None:
+    """A session of the first `length` tokens of the text."""
+    engine.start(session, TEXT[:length], sampling or Sampling())
+
+
+def check_same(first: Marginals, second: Marginals) -> None:
+    """Equal but for rounding."""
+    np.testing.assert_allclose(first.log_probs, second.log_probs, atol=1e-4)
+    np.testing.assert_array_equal(first.token_ids[:, 0], second.token_ids[:, 0])
+
+
+def test_chunks_change_nothing(engine: FeatureDrafter[Any]) -> None:
+    """Features in chunks ahead of the commit, in one piece with it, or round by round: the same guesses, each position once."""
+    start(engine, 1, 30)
+    (whole,) = engine.propose([propose(engine, 1, 41, 0)])
+    start(engine, 2, 40)
+    for first in range(0, 40, 16):
+        engine.take_in(2, FEATURES[first : min(first + 16, 40)])
+    (chunked,) = engine.propose([propose(engine, 2, 41, 40)])
+    start(engine, 3, 30)
+    for length, known in ((31, 0), (34, 30), (35, 33)):
+        engine.propose([propose(engine, 3, length, known)])
+    (stepped,) = engine.propose([propose(engine, 3, 41, 34)])
+    check_same(whole, chunked)
+    check_same(whole, stepped)
+    assert engine.positions_computed == 3 * 40
+
+
+def test_batch_changes_nothing(engine: FeatureDrafter[Any]) -> None:
+    """Sessions of other lengths, temperatures and depths in one batch: each gets what it gets alone."""
+    samplings = [Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, seed=4)]
+    lengths, horizons = [12, 31, 50], [64, 1, 3]
+    alone = []
+    for session, (length, sampling, horizon) in enumerate(zip(lengths, samplings, horizons, strict=True)):
+        start(engine, session, length - 1, sampling)
+        alone += engine.propose([propose(engine, session, length, 0, horizon=horizon)])
+    for session, (length, sampling) in enumerate(zip(lengths, samplings, strict=True), start=10):
+        start(engine, session, length - 1, sampling)
+    together = engine.propose(
+        [propose(engine, 10 + number, lengths[number], 0, horizon=horizons[number]) for number in range(3)]
+    )
+    for first, second in zip(alone, together, strict=True):
+        check_same(first, second)
+    assert [each.num_depths for each in together] == [engine.drafter.horizon, 1, min(3, engine.drafter.horizon)]
+
+
+def test_guesses_depend_on_features_and_on_the_bonus_token(engine: FeatureDrafter[Any]) -> None:
+    """Other features, or another last token, give other guesses."""
+    start(engine, 1, 20)
+    (first,) = engine.propose([Proposal(1, Commit((7,), 21), 4, 8, FEATURES[:20])])
+    start(engine, 2, 20)
+    (other_token,) = engine.propose([Proposal(2, Commit((8,), 21), 4, 8, FEATURES[:20])])
+    start(engine, 3, 20)
+    (other_features,) = engine.propose([Proposal(3, Commit((7,), 21), 4, 8, FEATURES[20:40])])
+    assert not np.allclose(first.log_probs, other_token.log_probs, atol=1e-3)
+    assert not np.allclose(first.log_probs, other_features.log_probs, atol=1e-3)
+
+
+def test_missing_and_wrong_features_are_refused(engine: FeatureDrafter[Any]) -> None:
+    """With the counts; nothing changes, and the right ones are taken afterwards."""
+    start(engine, 1, 20)
+    with pytest.raises(ValueError, match="features of 19 positions, a sequence of 21 tokens needs them of 20"):
+        engine.propose([Proposal(1, Commit((7,), 21), 4, 8, FEATURES[:19])])
+    with pytest.raises(ValueError, match=r"shape \[5, 32\], this drafter reads \[positions, 64\]"):
+        engine.take_in(1, FEATURES[:5, :32])
+    with pytest.raises(ValueError, match="reach position 20, the committed sequence has 20 tokens"):
+        engine.take_in(1, FEATURES[:21])
+    with pytest.raises(ValueError, match="session 9 has not been started"):
+        engine.take_in(9, FEATURES[:5])
+    assert engine.propose([Proposal(1, Commit((7,), 21), 4, 8, FEATURES[:20])])[0].width == 8
+    engine.release(1)
+    assert engine.num_sessions == 0
+
+
+def test_only_these_engines_read_features(engine: FeatureDrafter[Any]) -> None:
+    """The service tells by the engine's own methods."""
+    assert isinstance(engine, FeatureReader)
+    assert engine.drafter.needs_features
+    assert not isinstance(NgramDrafter(), FeatureReader)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, seed=11)])
+def test_ranking_is_that_of_the_other_engines(sampling: Sampling) -> None:
+    """On torch as in numpy: the same tokens in the same order with the same log-probs, equals by the lower token id."""
+    logits = np.random.default_rng(1).standard_normal((3, VOCABULARY_SIZE)).astype(np.float32)
+    logits[:, 10:40] = logits[:, 40:70]  # many equals
+    noise = SessionNoise(sampling, VOCABULARY_SIZE, None)
+    ranked = rank(torch.from_numpy(logits), [noise] * 3, [4, 5, 9], 20)
+    for row, position in enumerate((4, 5, 9)):
+        expected = rank_vocabulary(logits[row], sampling, position, 20)
+        np.testing.assert_array_equal(ranked.token_ids[row].numpy(), expected.token_ids)
+        np.testing.assert_allclose(ranked.log_probs[row].numpy(), expected.log_probs, atol=1e-5)
+
+
+def test_noise_of_candidates_is_theirs_in_the_whole_row() -> None:
+    """A drafter that guesses some tokens alone ranks them with the noise that the target adds to them."""
+    candidates = torch.tensor([3, 5, 50, 96])
+    row = SessionNoise(Sampling(temperature=1.0, seed=5), VOCABULARY_SIZE, candidates).at(12)
+    assert row is not None
+    np.testing.assert_array_equal(row.numpy(), noise_row(5, 12, VOCABULARY_SIZE)[candidates.numpy()])
+
+
+def test_highest_orders_equals_zeros_and_infinities() -> None:
+    """Highest first; of equals, and of the two zeros, the lower index."""
+    scores = torch.tensor([[0.0, -0.0, 2.5, float("-inf"), 2.5, -1.5, 1e-38]])
+    assert highest(scores, 7).tolist() == [[2, 4, 6, 0, 1, 5, 3]]
+
+
+def rewrite(folder: Path, **changes: Any) -> Path:
+    """The checkpoint with another config."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "candidate selector .* conditional marginals"),
+        ({"dflash_config": {"selector_rank": 8}}, "candidate selector"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architecture is 'LlamaForCausalLM', known are DFlashDraftModel"),
+        ({"model_type": "mamba"}, "model_type is 'mamba', block drafters are qwen3 or llama"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "layers of type linear_attention"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary scaling is 'dynamic'"),
+        ({"block_size": 1}, "block size is 1"),
+        (
+            {"dflash_config": {"mask_token_id": 97, "target_layer_ids": [0, 1]}},
+            "mask token is 97, the target has tokens up to 96",
+        ),
+        ({"num_hidden_layers": 3}, "lacks the tensors"),
+        ({"intermediate_size": 128}, "does not have the shape that its config says"),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0]}}, r"fc.weight has shape \[64, 128\], 1 taps of 64"),
+    ],
+)
+def test_checkpoints_that_cannot_be_run_are_refused(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    """At loading, with the reason."""
+    target = save_tiny_model(tmp_path / "target", "llama")
+    with pytest.raises(ValueError, match=complaint):
+        load_feature_drafter(rewrite(save_dflash(tmp_path / "drafter"), **changes), target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "complaint"),
+    [
+        ("dflash", {"dtype": "int8"}, "dtype is 'int8', this drafter takes auto, float32, bfloat16, float16"),
+        ("recurrent", {"dtype": "float16"}, "dtype is 'float16', this drafter takes auto, float32, int8"),
+        ("recurrent", {"device": "cuda"}, "device is 'cuda', recurrent drafters run on a CPU"),
+    ],
+)
+def test_types_and_devices_that_a_drafter_does_not_take_are_refused(
+    kind: str, options: dict[str, str], complaint: str, tmp_path: Path
+) -> None:
+    """At loading, with what it takes."""
+    target = save_tiny_model(tmp_path / "target", "llama")
+    with pytest.raises(ValueError, match=complaint):
+        load_feature_drafter(SAVED[kind](tmp_path / "drafter"), target, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("dflash", "bfloat16"), ("recurrent", "int8")])
+def test_coarser_weights_guess_nearly_the_same(kind: str, dtype: str, tmp_path: Path) -> None:
+    """Half the bytes, or a quarter, and log-probs that are off by little."""
+    target, drafter = save_tiny_model(tmp_path / "target", "llama"), SAVED[kind](tmp_path / "drafter")
+    (exact,) = _guess(load_feature_drafter(drafter, target))
+    (coarse,) = _guess(load_feature_drafter(drafter, target, dtype=dtype))
+    first = dict(zip(exact.token_ids[0].tolist(), exact.log_probs[0].tolist(), strict=True))
+    second = dict(zip(coarse.token_ids[0].tolist(), coarse.log_probs[0].tolist(), strict=True))
+    shared = set(first) & set(second)
+    assert len(shared) >= 4
+    assert max(abs(first[token_id] - second[token_id]) for token_id in shared) < 0.5
+
+
+def test_drafter_for_a_target_of_another_size_is_refused(tmp_path: Path) -> None:
+    """Both sizes are told."""
+    target = save_tiny_model(tmp_path / "target", "llama", hidden_size=32)
+    with pytest.raises(ValueError, match="hidden size 64, its target's embedding has 32"):
+        load_feature_drafter(save_dflash(tmp_path / "drafter"), target)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_and_head_are_the_targets(tied: bool, tmp_path: Path) -> None:
+    """Tied or not, in one file or in several."""
+    target = save_tiny_model(tmp_path / "target", "qwen3", tie_word_embeddings=tied)
+    drafter = save_dflash(tmp_path / "drafter")
+    (whole,) = _guess(load_feature_drafter(drafter, target))
+    tensors = load_file(target / "model.safetensors")
+    (target / "model.safetensors").unlink()
+    halves = [dict(list(tensors.items())[half::2]) for half in (0, 1)]
+    for number, half in enumerate(halves):
+        save_file(half, target / f"part-{number}.safetensors")
+    weight_map = {name: f"part-{number}.safetensors" for number, half in enumerate(halves) for name in half}
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (parts,) = _guess(load_feature_drafter(drafter, target))
+    check_same(whole, parts)
+
+
+def _guess(engine: FeatureDrafter[Any]) -> Sequence[Marginals]:
+    start(engine, 1, 20)
+    return engine.propose([propose(engine, 1, 21, 0)])

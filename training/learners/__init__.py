@@ -1,0 +1,1 @@
+"""How each kind of drafter learns: the loss of one batch."""

@@ -1,0 +1,152 @@
+"""This file is the builder: from marginals to the draft tree of the best prefixes under a budget."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treewire.core.noise import noise_at
+from treewire.core.tree import ROOT_PARENT, DraftTree, Marginals
+
+MISSING = math.inf
+
+
+@dataclass(frozen=True)
+class BuiltTree:
+    """A draft tree with what its builder knows of each node; nodes are in the order in which they were chosen.
+
+    `scores` are the drafter's cumulative log-probs, 0.0 for the root, whatever scores the tree was grown by. `ranks` are the
+    nodes' ranks among the tokens of their depth, 0 the best; 0 for the root. `width` is that of the marginals.
+    """
+
+    tree: DraftTree
+    scores: tuple[float, ...]
+    ranks: tuple[int, ...]
+    width: int
+
+    @property
+    def exact(self) -> bool:
+        """The exactness certificate: no node used the last shipped rank at its depth.
+
+        True means that this is also the best tree of its own size from marginals of any greater width, full width included,
+        provided that what was not shipped ranks behind what was. False claims nothing: the tree may still be the best.
+        """
+        return all(rank < self.width - 1 for rank in self.ranks[1:])
+
+    def cut(self, budget: int) -> BuiltTree:
+        """The tree that a smaller budget builds from the same marginals: the root and the first `budget` nodes."""
+        tree = self.tree.cut(budget)
+        return BuiltTree(tree, self.scores[: len(tree)], self.ranks[: len(tree)], self.width)
+
+
+def build_tree(
+    root_token_id: int,
+    marginals: Marginals,
+    budget: int,
+    *,
+    max_depth: int | None = None,
+    branch_scores: NDArray[np.float64] | None = None,
+) -> BuiltTree:
+    """The best `budget` prefixes by the sum of their log-probs: DDTree, Ringel & Romano, arXiv 2604.12989.
+
+    Sums are float64, in the order of the path; log-probs above 0 (rounding) count as 0; a token of log-prob -inf is never in
+    the tree. Equals: the lexicographically smaller rank tuple, a prefix ahead of its extension. The tree has fewer nodes if
+    the marginals have no more prefixes of at most `max_depth`. A smaller budget builds the first nodes of a larger one.
+
+    `branch_scores`, [depths, width], replace the log-probs as what prefixes are ranked by. Each row counts less the log-sum-exp
+    of its scores: then no score is above 0, none grows along a path, and the tree stays prefix-closed and nested.
+    Raises ValueError on a negative token, budget or depth and on branch scores of another shape, NaN or +inf.
+    """
+    _at_least_zero("budget", budget)
+    num_depths = min(marginals.num_depths, budget)
+    if max_depth is not None:
+        num_depths = min(num_depths, _at_least_zero("max_depth", max_depth))
+    return _grow(root_token_id, _ranked(marginals, branch_scores, num_depths, budget), budget, marginals.width)
+
+
+def perturb(
+    marginals: Marginals, seed: int, root_position: int, *, log_prob_weight: float = 0.7, noise_weight: float = 0.5
+) -> NDArray[np.float64]:
+    """Branch scores that aim a tree at the sample which the target is about to draw: log-prob and shared noise, weighted.
+
+    Float64 [depths, width]; row i holds tokens for the position `root_position` + i + 1. Any weights are lossless, the
+    defaults suit a weak drafter. Raises ValueError if a weight is not finite, the first not above 0, the second below 0.
+    """
+    if not 0.0 < log_prob_weight < math.inf:
+        raise ValueError(f"log_prob_weight is {log_prob_weight}, it must be above 0 and finite")
+    if not 0.0 <= noise_weight < math.inf:
+        raise ValueError(f"noise_weight is {noise_weight}, it must be at least 0 and finite")
+    positions = root_position + 1 + np.arange(marginals.num_depths, dtype=np.int64)[:, np.newaxis]
+    noise = noise_at(seed, positions, marginals.token_ids)
+    return log_prob_weight * marginals.log_probs.astype(np.float64) + noise_weight * noise
+
+
+class _Ranked(NamedTuple):
+    """Tokens of each depth, best first. A cost is a negated branch score; past the last token and depth it is MISSING."""
+
+    token_ids: list[list[int]]
+    log_probs: list[list[float]]
+    costs: list[list[float]]
+
+
+def _ranked(marginals: Marginals, branch_scores: NDArray[np.float64] | None, num_depths: int, num_ranks: int) -> _Ranked:
+    token_ids = marginals.token_ids[:num_depths]
+    log_probs = np.minimum(marginals.log_probs[:num_depths].astype(np.float64), 0.0)
+    costs = -log_probs if branch_scores is None else _branch_costs(marginals, branch_scores)[:num_depths]
+    order = np.lexsort((token_ids, costs))[:, :num_ranks]
+    ranked_costs = np.pad(np.take_along_axis(costs, order, 1), ((0, 1), (0, 1)), constant_values=MISSING)
+    return _Ranked(
+        np.take_along_axis(token_ids, order, 1).tolist(),
+        np.take_along_axis(log_probs, order, 1).tolist(),
+        ranked_costs.tolist(),
+    )
+
+
+def _branch_costs(marginals: Marginals, branch_scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    if branch_scores.shape != marginals.log_probs.shape:
+        raise ValueError(f"branch scores have shape {branch_scores.shape}, the marginals {marginals.log_probs.shape}")
+    if not (branch_scores < math.inf).all():  # also catches NaN
+        raise ValueError("branch scores are below infinity, these have +inf or NaN")
+    scores = np.where(marginals.log_probs == -math.inf, -math.inf, branch_scores.astype(np.float64))
+    totals = np.logaddexp.reduce(scores, axis=1, keepdims=True, initial=-math.inf)
+    totals[totals == -math.inf] = 0.0  # a row without any token: all of it stays infinitely costly
+    costs: NDArray[np.float64] = np.maximum(totals - scores, 0.0)
+    return costs
+
+
+_Offer = tuple[float, tuple[int, ...], int]  # cost, path as ranks, parent: heap order is by cost, then by path
+
+
+def _grow(root_token_id: int, ranked: _Ranked, budget: int, width: int) -> BuiltTree:
+    """Best first: of the prefixes on offer take the best, then offer its next sibling and its first child."""
+    token_ids, parents, scores, ranks, costs = [root_token_id], [ROOT_PARENT], [0.0], [0], [0.0]
+    offers: list[_Offer] = []
+    _offer(offers, ranked, 0.0, (0,), 0)
+    while offers and len(parents) <= budget:
+        cost, path, parent = heappop(offers)
+        row, rank, node = len(path) - 1, path[-1], len(parents)
+        token_ids.append(ranked.token_ids[row][rank])
+        parents.append(parent)
+        scores.append(scores[parent] + ranked.log_probs[row][rank])
+        ranks.append(rank)
+        costs.append(cost)
+        _offer(offers, ranked, costs[parent], (*path[:-1], rank + 1), parent)
+        _offer(offers, ranked, cost, (*path, 0), node)
+    return BuiltTree(DraftTree(tuple(token_ids), tuple(parents)), tuple(scores), tuple(ranks), width)
+
+
+def _offer(offers: list[_Offer], ranked: _Ranked, parent_cost: float, path: tuple[int, ...], parent: int) -> None:
+    cost = parent_cost + ranked.costs[len(path) - 1][path[-1]]
+    if cost < MISSING:
+        heappush(offers, (cost, path, parent))
+
+
+def _at_least_zero(name: str, value: int) -> int:
+    if value < 0:
+        raise ValueError(f"{name} is {value}, it must be at least 0")
+    return value

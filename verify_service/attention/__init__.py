@@ -1,0 +1,1 @@
+"""Attention over committed prefixes and draft trees: what a step's rows see, and the computation."""

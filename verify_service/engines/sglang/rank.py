@@ -1,0 +1,225 @@
+"""This file is one rank: a process that holds its share of the target and computes the steps that rank 0 is told of."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import lru_cache, partial
+from multiprocessing import connection, parent_process
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from verify_service.engine import Posterior, Unsupported
+from verify_service.engines.features import FeatureTaps
+from verify_service.engines.sampling import NoiseRows, TensorDistributions, choose, likeliest, process
+from verify_service.engines.sglang import private
+from verify_service.engines.sglang.batches import chain_batch, num_padding, table_writes, tree_batch, width_for
+from verify_service.engines.sglang.messages import (
+    AskProbabilities,
+    Command,
+    Failed,
+    Idle,
+    NotFinite,
+    Part,
+    Question,
+    RankPlan,
+    Ready,
+    StepAnswer,
+    StepCommand,
+    Stop,
+)
+from verify_service.engines.sglang.release import check_version
+
+_IDLE_SECONDS = 5.0  # how often idle ranks are shown that rank 0 lives
+_LOST_AFTER = timedelta(minutes=10)  # a rank's first kernels may compile for minutes
+_FAILED_EXIT_CODE = 1
+
+_log = logging.getLogger(__name__)
+
+
+def run_rank(plan: RankPlan, parent: Connection) -> None:
+    """The process of one rank, until it is told to stop. Whatever fails is told to the parent and ends the process."""
+    _end_with_parent()
+    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s [rank {plan.place.tp_rank}] %(message)s")
+    try:
+        _serve(plan, parent)
+    except Unsupported as error:
+        _log.error("rank refuses: %s", error)
+        _fail(plan, parent, str(error), is_refusal=True)
+    except Exception as error:  # noqa: BLE001 - told to the parent, and the end of the process
+        _log.exception("rank failed")
+        _fail(plan, parent, f"{type(error).__name__}: {error}", is_refusal=False)
+
+
+def _serve(plan: RankPlan, parent: Connection) -> None:
+    check_version()
+    private.check_names()
+    if plan.num_threads is not None:
+        torch.set_num_threads(plan.num_threads)
+    runner = private.load(plan.arguments, plan.place, plan.widths, plan.tap_layers)
+    step = RankStep(runner, plan.widths, plan.max_sessions, _taps(plan, runner.device))
+    receive = _receiver(plan, parent, step)
+    is_first = plan.place.tp_rank == 0
+    if is_first:
+        parent.send(Ready(runner.num_slots, runner.num_rows, runner.attention_backend, runner.captured))
+    for command in _commands(receive):
+        answer = step(command)
+        if is_first:
+            parent.send(answer)
+
+
+def _taps(plan: RankPlan, device: torch.device) -> FeatureTaps | None:
+    if plan.feature_projection is None or plan.place.tp_rank:
+        return None
+    return FeatureTaps.load(plan.feature_projection, num_layers=plan.num_layers, hidden_size=plan.hidden_size, device=device)
+
+
+def _receiver(plan: RankPlan, parent: Connection, step: RankStep) -> Callable[[], Command]:
+    """How this rank hears of the next command: rank 0 from its parent, the others from rank 0."""
+    if plan.num_ranks == 1:
+        return partial(_command_or_idle, parent, step)
+    group = dist.new_group(backend="gloo", timeout=_LOST_AFTER)
+    source = partial(_command_or_idle, parent, step) if plan.place.tp_rank == 0 else Idle
+
+    def receive() -> Command:
+        said: list[Command] = [source()]
+        dist.broadcast_object_list(said, src=0, group=group)
+        return said[0]
+
+    return receive
+
+
+def _command_or_idle(parent: Connection, step: RankStep) -> Command:
+    """The parent's next command. Questions about the last step are answered here, the other ranks know nothing of them."""
+    while parent.poll(_IDLE_SECONDS):
+        said: Command | Question = parent.recv()
+        if isinstance(said, StepCommand | Idle | Stop):
+            return said
+        parent.send(step.answer(said))
+    return Idle()
+
+
+def _commands(receive: Callable[[], Command]) -> Iterator[StepCommand]:
+    """Steps, until Stop."""
+    while not isinstance(command := receive(), Stop):
+        if isinstance(command, StepCommand):
+            yield command
+
+
+def _fail(plan: RankPlan, parent: Connection, reason: str, *, is_refusal: bool) -> None:
+    """Tell the parent and end at once: other ranks may wait in a collective for this one, and exit handlers with them."""
+    parent.send(Failed(plan.place.tp_rank, reason, is_refusal))
+    parent.close()
+    os._exit(_FAILED_EXIT_CODE)
+
+
+def _end_with_parent() -> None:
+    """A rank does not outlive the process that started it, however that one ended."""
+    parent = parent_process()
+    assert parent is not None, "a rank is started by another process"
+
+    def wait() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(_FAILED_EXIT_CODE)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+class RankStep:
+    """One step on this rank: chunks in one forward, trees in another, then the choices."""
+
+    def __init__(
+        self, runner: private.TargetRunner, widths: Sequence[int], max_sessions: int, taps: FeatureTaps | None
+    ) -> None:
+        self._runner = runner
+        self._widths = widths
+        self._noise = lru_cache(max_sessions)(NoiseRows)
+        self._taps = taps
+        self._distributions: dict[int, TensorDistributions] = {}  # of the last step, by the number of the part
+
+    def __call__(self, command: StepCommand) -> StepAnswer | NotFinite:
+        chains = [(number, part) for number, part in enumerate(command.parts) if part.tree is None]
+        trees = [(number, part) for number, part in enumerate(command.parts) if part.tree is not None]
+        width = width_for(self._widths, max((len(part.token_ids) for _, part in trees), default=1))
+        self._distributions.clear()
+        self._runner.write_table(table_writes(command.parts, width))
+        try:
+            posteriors = self._chains(chains) if chains else {}
+            missed_graph = self._trees(trees, width, posteriors) if trees else False
+        except FloatingPointError as error:
+            return NotFinite(str(error))
+        ordered = tuple(posteriors[number] for number in range(len(command.parts)))
+        return StepAnswer(ordered, num_padding(command.parts, width), missed_graph)
+
+    def answer(self, question: Question) -> object:
+        """What the last step's distributions say."""
+        distributions = self._distributions[question.part]
+        if isinstance(question, AskProbabilities):
+            return distributions.probabilities(question.node)
+        return distributions.log_probs(question.nodes, question.token_ids, question.num_top)
+
+    def _chains(self, numbered: Sequence[tuple[int, Part]]) -> dict[int, Posterior]:
+        parts = [part for _, part in numbered]
+        output = self._runner.extend(chain_batch(parts))
+        logits = output.logits.clone()  # the trees' forward may use the same memory
+        features = self._features(output.features, parts, [len(part.token_ids) for part in parts])
+        return {
+            number: self._posterior(number, part, logits[row : row + part.num_choices], features[row])
+            for row, (number, part) in enumerate(numbered)
+        }
+
+    def _trees(self, numbered: Sequence[tuple[int, Part]], width: int, posteriors: dict[int, Posterior]) -> bool:
+        """Adds the trees' posteriors; true if they missed their graph."""
+        parts = [part for _, part in numbered]
+        output = self._runner.verify(tree_batch(parts, width))
+        features = self._features(output.features, parts, [width] * len(parts))
+        for row, (number, part) in enumerate(numbered):
+            logits = output.logits[row * width : row * width + len(part.token_ids)]
+            posteriors[number] = self._posterior(number, part, logits, features[row])
+        return self._runner.captured and not output.ran_graph
+
+    @torch.inference_mode()
+    def _posterior(self, number: int, part: Part, logits: Tensor, features: NDArray[np.float32] | None) -> Posterior:
+        """The target's choice after each of the part's last rows, whose logits these are."""
+        if not part.num_choices:
+            return Posterior((), features=features)
+        log_probs = process(logits, part.sampling, part.histories)
+        noise_rows = None
+        if not part.sampling.is_greedy:
+            rows = self._noise(part.sampling.seed, logits.shape[1])
+            noise_rows = rows.at(_chosen_positions(part), logits.device)
+        chosen = choose(log_probs, noise_rows)
+        count = part.num_node_probabilities
+        likely = likeliest(log_probs, count) if count else ()
+        self._distributions[number] = TensorDistributions(logits, log_probs, is_greedy=part.sampling.is_greedy)
+        return Posterior(tuple(chosen.tolist()), likely, features)
+
+    def _features(self, tapped: Tensor | None, parts: Sequence[Part], sizes: Sequence[int]) -> list[NDArray[np.float32] | None]:
+        """Features of each part's own rows: fused if there is a projection, else the tapped outputs side by side."""
+        if tapped is None:
+            return [None] * len(parts)
+        features: list[NDArray[np.float32] | None] = []
+        for part, rows in zip(parts, torch.split(tapped, list(sizes)), strict=True):
+            if not part.wants_features:
+                features.append(None)
+                continue
+            own = rows[: len(part.token_ids)]
+            if self._taps is not None:
+                own = self._taps.of_taps(own.chunk(len(self._taps.projection.tapped_layers), dim=-1))
+            features.append(own.float().cpu().numpy())
+        return features
+
+
+def _chosen_positions(part: Part) -> list[int]:
+    """The positions of the tokens that are chosen: one after each node, or after the last token of a chunk."""
+    if part.tree is None:
+        return [part.prefix_length + len(part.token_ids)]
+    return [part.prefix_length + depth + 1 for depth in part.tree.depths]
