@@ -9,7 +9,6 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +27,7 @@ from verify_service.settings import VerifySettings
 
 if TYPE_CHECKING:
     from verify_service.engines.sglang import StartedSglang
+    from verify_service.engines.transformers.tensor_parallel import StartedTransformers
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _LARGE_BLOCK_BYTES = 4 << 20
@@ -56,14 +56,23 @@ _SGLANG_SETTINGS = (
 
 def prepare(settings: VerifySettings) -> Preparation:
     """The engine that the settings name, about to be loaded. Processes of its own are started here, ahead of any server."""
-    if settings.engine == "sglang":
-        return _sglang(settings)
-    builders: dict[str, Callable[[VerifySettings], TargetEngine]] = {"transformers": _transformers, "simulated": _simulated}
-    return InProcess(partial(builders[settings.engine], settings))
+    if settings.engine == "simulated":
+        return InProcess(partial(_simulated, settings))
+    if settings.engine == "transformers" and settings.tp_size == 1:
+        return InProcess(partial(_transformers, settings))
+    return _started(settings)
+
+
+def _started(settings: VerifySettings) -> StartedSglang | StartedTransformers:
+    """An engine whose ranks are processes of their own, started; BadSettings if they cannot be."""
+    try:
+        return _sglang(settings) if settings.engine == "sglang" else _tensor_parallel(settings)
+    except ValueError as error:  # of the options, or Unsupported
+        raise BadSettings(str(error)) from error
 
 
 def _transformers(settings: VerifySettings) -> TargetEngine:
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads starve the neighbours of a shared machine
+    _share_cores()
     _return_large_blocks()
     from verify_service.engines.transformers import TransformersTarget
 
@@ -80,6 +89,34 @@ def _transformers(settings: VerifySettings) -> TargetEngine:
         num_threads=settings.threads or None,
         feature_projection=resolve_drafter(settings.feature_projection) if settings.feature_projection else None,
     )
+
+
+def _tensor_parallel(settings: VerifySettings) -> StartedTransformers:
+    _share_cores()
+    from verify_service.engines.transformers.tensor_parallel import StartedTransformers, TensorParallelOptions
+
+    options = TensorParallelOptions(
+        _model_path(settings),
+        tp_size=settings.tp_size,
+        nnodes=settings.nnodes,
+        node_rank=settings.node_rank,
+        dist_init_addr=settings.dist_init_addr,
+        base_gpu_id=settings.base_gpu_id,
+        device=settings.device,
+        dtype=settings.dtype,
+        max_context=settings.max_context or None,
+        max_tree_nodes=settings.max_tree_nodes,
+        kv_tokens=settings.kv_tokens,
+        kv_page_size=settings.kv_page_size,
+        num_threads=settings.threads or None,
+        feature_projection=resolve_drafter(settings.feature_projection) if settings.feature_projection else None,
+    )
+    return StartedTransformers(options, settings.model, settings.forward)
+
+
+def _share_cores() -> None:
+    """Have threads that wait sleep: spinning ones starve the neighbours of a shared machine. Ranks inherit it."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def _return_large_blocks() -> None:
@@ -121,16 +158,13 @@ def _sglang(settings: VerifySettings) -> StartedSglang:
 
     name = settings.model_path or settings.model
     directory = resolve(name, cache_dir=settings.cache_dir or default_cache_dir())
-    try:
-        options = SglangOptions(
-            model_path=directory,
-            sglang_args=settings.sglang_arguments,
-            feature_projection=resolve_drafter(settings.feature_projection) if settings.feature_projection else None,
-            **{field: getattr(settings, field) for field in _SGLANG_SETTINGS},
-        )
-        return StartedSglang(options, name, settings.threads or None)
-    except ValueError as error:  # of the options, or Unsupported
-        raise BadSettings(str(error)) from error
+    options = SglangOptions(
+        model_path=directory,
+        sglang_args=settings.sglang_arguments,
+        feature_projection=resolve_drafter(settings.feature_projection) if settings.feature_projection else None,
+        **{field: getattr(settings, field) for field in _SGLANG_SETTINGS},
+    )
+    return StartedSglang(options, name, settings.threads or None)
 
 
 def price_measure(settings: VerifySettings) -> Measure:
@@ -184,7 +218,7 @@ async def main(settings: VerifySettings) -> int:
 def follow(settings: VerifySettings) -> int:
     """Run the ranks of a machine that is not the first, for as long as the first one's service lives; the exit code."""
     configure_logging(settings.log_level, settings.log_format)
-    started = _sglang(settings)
+    started = _started(settings)
     signal.signal(signal.SIGTERM, lambda number, frame: started.ranks.kill("stopped"))
     return started.ranks.wait()
 

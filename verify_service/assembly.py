@@ -27,6 +27,7 @@ class VerifyProcess:
     thread: EngineThread[Work, Answer]
     step: Step
     metrics: Metrics
+    verify_metrics: VerifyMetrics
 
     def register(self, server: grpc.aio.Server) -> None:
         """Offer the service on a server."""
@@ -35,6 +36,8 @@ class VerifyProcess:
     async def warm_up(self) -> None:
         """Load the engine and run it once."""
         await self.thread.call(self.step.load)
+        for rank in self.step.engine.target.ranks:
+            self.verify_metrics.observe_rank(rank.rank, weight_bytes=rank.weight_bytes, kv_bytes=rank.kv_bytes)
 
 
 def assemble(settings: VerifySettings, build: Callable[[], TargetEngine], measure: Measure = no_prices) -> VerifyProcess:
@@ -59,7 +62,7 @@ def assemble(settings: VerifySettings, build: Callable[[], TargetEngine], measur
         max_sessions=settings.max_sessions,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
     )
-    return VerifyProcess(service, thread, step, metrics)
+    return VerifyProcess(service, thread, step, metrics, verify_metrics)
 
 
 def _num_tokens(work: Work) -> int:

@@ -36,11 +36,20 @@ class EngineLost(RuntimeError):
 
 
 @dataclass(frozen=True)
+class RankMemory:
+    """What one rank of a target holds: bytes of weights, and of keys and values when every slot is used."""
+
+    rank: int
+    weight_bytes: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True)
 class Target:
     """What a target is and what it takes. Lengths in tokens; `max_tree_nodes` counts the root.
 
     `feature_size` is 0 if it gives no context features; else they are made of the outputs of `tapped_layers`, by the projection
-    of that hash.
+    of that hash. `ranks` is what each of several ranks holds, empty if the engine does not say.
     """
 
     engine: str
@@ -53,6 +62,7 @@ class Target:
     feature_size: int = 0
     tapped_layers: tuple[int, ...] = ()
     feature_projection_hash: str = ""
+    ranks: tuple[RankMemory, ...] = ()
 
 
 @dataclass(frozen=True)

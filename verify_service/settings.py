@@ -12,11 +12,6 @@ from treewire.runtime.settings import Address, ServiceSettings
 _SGLANG_ONLY = frozenset(
     {
         "model_path",
-        "tp_size",
-        "nnodes",
-        "node_rank",
-        "dist_init_addr",
-        "base_gpu_id",
         "mem_fraction_static",
         "max_total_tokens",
         "attention_backend",
@@ -27,6 +22,9 @@ _SGLANG_ONLY = frozenset(
         "sglang_args",
     }
 )
+
+_RANKS_ONLY = frozenset({"tp_size", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id"})
+_ENGINES_WITH_RANKS = ("transformers", "sglang")
 
 
 class VerifySettings(ServiceSettings):
@@ -70,11 +68,11 @@ class VerifySettings(ServiceSettings):
 
     # Names that SGLang has too mean the same there.
     model_path: str = Field("", description="Another name for model; sglang engine only.")
-    tp_size: int = Field(1, ge=1, description="Tensor-parallel ranks, one a GPU; sglang engine only.")
-    nnodes: int = Field(1, ge=1, description="Machines that the ranks are spread over; sglang engine only.")
-    node_rank: int = Field(0, ge=0, description="Which of the machines this is; 0 serves; sglang engine only.")
-    dist_init_addr: str = Field("", description="host:port of machine 0 where all ranks meet; sglang engine only.")
-    base_gpu_id: int = Field(0, ge=0, description="The first GPU of this machine that is used; sglang engine only.")
+    tp_size: int = Field(1, ge=1, description="Tensor-parallel ranks, each a process, on GPUs one each.")
+    nnodes: int = Field(1, ge=1, description="Machines that the ranks are spread over.")
+    node_rank: int = Field(0, ge=0, description="Which of the machines this is; 0 serves.")
+    dist_init_addr: str = Field("", description="host:port of machine 0 where the ranks of several machines meet.")
+    base_gpu_id: int = Field(0, ge=0, description="The first GPU of this machine that ranks use.")
     mem_fraction_static: float = Field(
         0.0, ge=0, lt=1, description="Share of GPU memory for weights and KV; 0 leaves it to SGLang; sglang engine only."
     )
@@ -101,6 +99,9 @@ class VerifySettings(ServiceSettings):
         given = sorted(self.model_fields_set & _SGLANG_ONLY)
         if given and self.engine != "sglang":
             raise ValueError(f"{given[0]} is for the sglang engine, the engine is {self.engine}")
+        ranked = sorted(self.model_fields_set & _RANKS_ONLY)
+        if ranked and self.engine not in _ENGINES_WITH_RANKS:
+            raise ValueError(f"{ranked[0]} is for the engines {' and '.join(_ENGINES_WITH_RANKS)}, this one is {self.engine}")
         try:
             is_object = isinstance(self.sglang_arguments, dict)
         except json.JSONDecodeError as error:

@@ -254,8 +254,10 @@ def test_the_next_width_is_taken() -> None:
 
 def test_settings_of_another_engine_are_refused() -> None:
     """A flag that only SGLang knows is not ignored elsewhere."""
-    with pytest.raises(ValueError, match="tp_size is for the sglang engine"):
-        VerifySettings(tp_size=2)
+    with pytest.raises(ValueError, match="tp_size is for the engines transformers and sglang, this one is simulated"):
+        VerifySettings(engine="simulated", tp_size=2)
+    with pytest.raises(ValueError, match="tree_widths is for the sglang engine"):
+        VerifySettings(tree_widths=(9,))
     with pytest.raises(ValueError, match="not JSON"):
         VerifySettings(engine="sglang", sglang_args="{")
     assert VerifySettings(engine="sglang", sglang_args='{"a": [1]}').sglang_arguments == {"a": [1]}

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.target_contract import MAX_CONTEXT, MAX_TREE_NODES
+from verify_service.engines.ranks.processes import Ranks
 from verify_service.engines.sglang import SglangOptions, SglangTarget, StartedSglang
 from verify_service.engines.sglang.engine import describe
 from verify_service.engines.sglang.messages import Ready
-from verify_service.engines.sglang.ranks import Ranks
 from verify_service.engines.sglang.traits import ModelTraits
 
 WIDTHS = (9, 17, 33)

@@ -51,15 +51,18 @@ def gumbel(integers: Any, xp: ModuleType = np) -> Any:
     return -xp.log(-xp.log1p(-uniform))
 
 
-def noise_row(seed: int, position: int, vocabulary_size: int) -> NDArray[np.float32]:
-    """Noise of every token at one position, float32 [vocabulary]: what the target's choice of the token there adds."""
+def noise_row(seed: int, position: int, vocabulary_size: int, first_token_id: int = 0) -> NDArray[np.float32]:
+    """Noise of every token at one position, float32 [vocabulary]: what the target's choice of the token there adds.
+
+    With a first token, of the tokens from it on: float32 [vocabulary - first].
+    """
     if not 0 < vocabulary_size <= NUM_TOKENS:
         raise ValueError(f"vocabulary size is {vocabulary_size}, it must be from 1 to {NUM_TOKENS}")
     key = _key(seed, position)
-    row = np.empty(vocabulary_size, np.float32)
-    for start in range(0, vocabulary_size, _CHUNK):
+    row = np.empty(vocabulary_size - first_token_id, np.float32)
+    for start in range(first_token_id, vocabulary_size, _CHUNK):
         token_ids = np.arange(start, min(start + _CHUNK, vocabulary_size), dtype=np.int64)
-        row[start : start + _CHUNK] = gumbel(_mix(token_ids * _WEYL ^ key))
+        row[start - first_token_id :][:_CHUNK] = gumbel(_mix(token_ids * _WEYL ^ key))
     return row
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -84,8 +84,27 @@ class DraftMetrics(EngineMetrics):
     """What the draft service counts."""
 
 
+@dataclass(frozen=True)
 class VerifyMetrics(EngineMetrics):
     """What the verify service counts."""
+
+    rank_bytes: Gauge
+
+    @classmethod
+    def on(cls, registry: CollectorRegistry) -> Self:
+        """These metrics, registered."""
+        engine = EngineMetrics.on(registry)
+        return cls(
+            **{field.name: getattr(engine, field.name) for field in fields(engine)},
+            rank_bytes=Gauge(
+                "treewire_rank_bytes", "Bytes that a rank of the target holds.", ["rank", "kind"], registry=registry
+            ),
+        )
+
+    def observe_rank(self, rank: int, *, weight_bytes: int, kv_bytes: int) -> None:
+        """What a rank of the target holds: weights, and keys and values when every slot is used."""
+        self.rank_bytes.labels(rank, "weights").set(weight_bytes)
+        self.rank_bytes.labels(rank, "kv").set(kv_bytes)
 
 
 @dataclass(frozen=True)

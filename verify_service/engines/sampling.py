@@ -34,8 +34,11 @@ class Ranked(NamedTuple):
 class NoiseRows:
     """A session's shared noise, one row for each position; the latest rows are kept."""
 
-    def __init__(self, seed: int, vocabulary_size: int) -> None:
-        self._row = lru_cache(_NUM_NOISE_ROWS)(partial(noise_row, seed, vocabulary_size=vocabulary_size))
+    def __init__(self, seed: int, vocabulary_size: int, first_token_id: int = 0) -> None:
+        """Rows of the tokens from `first_token_id` on."""
+        self.seed = seed
+        row = partial(noise_row, seed, vocabulary_size=vocabulary_size, first_token_id=first_token_id)
+        self._row = lru_cache(_NUM_NOISE_ROWS)(row)
 
     def at(self, positions: Sequence[int], device: torch.device) -> Tensor:
         """Noise of the tokens at these absolute positions, float32 [positions, vocabulary]."""
@@ -51,7 +54,7 @@ def process(logits: Tensor, sampling: Sampling, histories: NodeHistories | None 
     The rules are those of `treewire.core.processing.process`; like there, greedy takes the logits after min tokens.
     `histories` has a row for each row of logits; it is needed where `sampling.reads_history`.
     """
-    logits = _adjust(logits, sampling, histories)
+    logits = adjust(logits, sampling, histories)
     if sampling.is_greedy:
         return logits
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(sampling.temperature)
@@ -62,8 +65,11 @@ def process(logits: Tensor, sampling: Sampling, histories: NodeHistories | None 
     return scaled.log_softmax(dim=-1)
 
 
-def _adjust(logits: Tensor, sampling: Sampling, histories: NodeHistories | None) -> Tensor:
-    """Logits after penalties, logit bias and min tokens. The given ones stay as they are."""
+def adjust(logits: Tensor, sampling: Sampling, histories: NodeHistories | None) -> Tensor:
+    """Logits after penalties, logit bias and min tokens; the given ones stay as they are.
+
+    Tokens are dealt with one by one: of a span of the vocabulary it takes the parameters and histories of that span.
+    """
     if not sampling.reads_history and not sampling.logit_bias:
         return logits
     adjusted = logits.clone()

@@ -6,44 +6,24 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from treewire.checkpoint import feature_projection
 from treewire.core.acceptance import Acceptance
 from treewire.core.history import History
 from treewire.core.sampling import Sampling
-from treewire.core.tree import TokenLogProbs
 from treewire.vocabulary import load_tokenizer, vocabulary_hash
 from verify_service.engine import KvExhausted, Posterior, PrefillChunk, Scoring, SessionId, Target, Unsupported
 from verify_service.engines.admission import check_open
-from verify_service.engines.sglang.messages import AskLogProbs, AskProbabilities, Part, Ready, StepAnswer, StepCommand
+from verify_service.engines.ranks.processes import Ranks
+from verify_service.engines.ranks.questions import RankDistributions
+from verify_service.engines.sglang.messages import Part, Ready, StepAnswer, StepCommand
 from verify_service.engines.sglang.options import SglangOptions
-from verify_service.engines.sglang.ranks import Ranks
+from verify_service.engines.sglang.plans import rank_plans, run_plan
 from verify_service.engines.sglang.refusals import check
 from verify_service.engines.sglang.release import check_version
 from verify_service.engines.sglang.session import NumberPool, Session
 from verify_service.engines.sglang.traits import ModelTraits, end_token_ids_of
 
 _log = logging.getLogger(__name__)
-
-
-class RankDistributions:
-    """`verify_service.engine.Distributions` of one part of the last step, which rank 0 keeps."""
-
-    def __init__(self, ranks: Ranks, part: int) -> None:
-        self._ranks, self._part = ranks, part
-
-    def probabilities(self, node: int) -> NDArray[np.float64]:
-        """The processed distribution after a node, float64 [vocabulary]."""
-        probabilities: NDArray[np.float64] = self._ranks.ask(AskProbabilities(self._part, node))
-        return probabilities
-
-    def log_probs(self, nodes: Sequence[int], token_ids: Sequence[int], num_top: int) -> tuple[TokenLogProbs, ...]:
-        """For each node the log-prob of the token after it, with the likeliest ones; before any processing."""
-        asked = AskLogProbs(self._part, tuple(nodes), tuple(token_ids), num_top)
-        answered: tuple[TokenLogProbs, ...] = self._ranks.ask(asked)
-        return answered
 
 
 class SglangTarget:
@@ -126,7 +106,7 @@ class SglangTarget:
         if not work:
             return []
         parts = [self._part(item) for item in work]
-        answer = self._ranks.step(StepCommand(tuple(parts)))
+        answer: StepAnswer = self._ranks.step(StepCommand(tuple(parts)))
         for item, part in zip(work, parts, strict=True):
             self._sessions[item.session].computed(part)
         self._count(parts, answer)
@@ -194,11 +174,11 @@ class StartedSglang:
         self._traits = ModelTraits.read(options.model_path)
         check(options, self._traits)
         check_version()
-        self.ranks = Ranks.start(options, self._traits, num_threads)
+        self.ranks = Ranks.start(run_plan, rank_plans(options, self._traits, num_threads))
 
     def load(self) -> SglangTarget:
         """The engine, once the model is loaded. Raises Unsupported with a reason, EngineLost if a rank ends."""
-        ready = self.ranks.load()
+        ready: Ready = self.ranks.load()
         _log.info("sglang is ready: attention %s, KV slots %d", ready.attention_backend, ready.num_slots)
         return SglangTarget(self.ranks, ready, describe(self._options, self._traits, self._name))
 

@@ -73,40 +73,6 @@ class StepCommand:
 
 
 @dataclass(frozen=True)
-class Idle:
-    """Nothing to do. Shows the ranks that rank 0 lives."""
-
-
-@dataclass(frozen=True)
-class Stop:
-    """End, with exit code 0."""
-
-
-Command = StepCommand | Idle | Stop
-
-
-@dataclass(frozen=True)
-class AskProbabilities:
-    """Of the last step's part of that number: the processed distribution after a node. Answered by rank 0 alone."""
-
-    part: int
-    node: int
-
-
-@dataclass(frozen=True)
-class AskLogProbs:
-    """Of the last step's part of that number: log-probs of the tokens after these nodes, and of the likeliest."""
-
-    part: int
-    nodes: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    num_top: int
-
-
-Question = AskProbabilities | AskLogProbs
-
-
-@dataclass(frozen=True)
 class Ready:
     """The model is loaded: room for that many token positions and sessions, and whether trees run in CUDA graphs."""
 
@@ -123,19 +89,3 @@ class StepAnswer:
     posteriors: tuple[Posterior, ...]
     num_padding: int
     missed_graph: bool
-
-
-@dataclass(frozen=True)
-class NotFinite:
-    """The step ran, but a logit is not a finite number."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The rank ends, for this reason. `is_refusal` if nothing is broken but the request cannot be served."""
-
-    rank: int
-    reason: str
-    is_refusal: bool

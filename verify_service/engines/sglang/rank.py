@@ -2,61 +2,30 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from functools import lru_cache, partial
-from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from verify_service.engine import Posterior, Unsupported
+from verify_service.engine import Posterior
 from verify_service.engines.features import FeatureTaps
+from verify_service.engines.ranks import serving
+from verify_service.engines.ranks.messages import NotFinite
+from verify_service.engines.ranks.questions import AskProbabilities, Question
 from verify_service.engines.sampling import NoiseRows, TensorDistributions, choose, likeliest, process
 from verify_service.engines.sglang import private
 from verify_service.engines.sglang.batches import chain_batch, num_padding, table_writes, tree_batch, width_for
-from verify_service.engines.sglang.messages import (
-    AskProbabilities,
-    Command,
-    Failed,
-    Idle,
-    NotFinite,
-    Part,
-    Question,
-    RankPlan,
-    Ready,
-    StepAnswer,
-    StepCommand,
-    Stop,
-)
+from verify_service.engines.sglang.messages import Part, RankPlan, Ready, StepAnswer, StepCommand
 from verify_service.engines.sglang.release import check_version
-
-_IDLE_SECONDS = 5.0  # how often idle ranks are shown that rank 0 lives
-_LOST_AFTER = timedelta(minutes=10)  # a rank's first kernels may compile for minutes
-_FAILED_EXIT_CODE = 1
-
-_log = logging.getLogger(__name__)
 
 
 def run_rank(plan: RankPlan, parent: Connection) -> None:
-    """The process of one rank, until it is told to stop. Whatever fails is told to the parent and ends the process."""
-    _end_with_parent()
-    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s [rank {plan.place.tp_rank}] %(message)s")
-    try:
-        _serve(plan, parent)
-    except Unsupported as error:
-        _log.error("rank refuses: %s", error)
-        _fail(plan, parent, str(error), is_refusal=True)
-    except Exception as error:  # noqa: BLE001 - told to the parent, and the end of the process
-        _log.exception("rank failed")
-        _fail(plan, parent, f"{type(error).__name__}: {error}", is_refusal=False)
+    """The process of one rank, until it is told to stop."""
+    serving.run(plan.place.tp_rank, parent, partial(_serve, plan, parent))
 
 
 def _serve(plan: RankPlan, parent: Connection) -> None:
@@ -66,11 +35,12 @@ def _serve(plan: RankPlan, parent: Connection) -> None:
         torch.set_num_threads(plan.num_threads)
     runner = private.load(plan.arguments, plan.place, plan.widths, plan.tap_layers)
     step = RankStep(runner, plan.widths, plan.max_sessions, _taps(plan, runner.device))
-    receive = _receiver(plan, parent, step)
+    source = partial(_command_or_idle, parent, step)
     is_first = plan.place.tp_rank == 0
     if is_first:
         parent.send(Ready(runner.num_slots, runner.num_rows, runner.attention_backend, runner.captured))
-    for command in _commands(receive):
+    for command in serving.commands(source, plan.place.tp_rank, plan.num_ranks):
+        assert isinstance(command, StepCommand)
         answer = step(command)
         if is_first:
             parent.send(answer)
@@ -82,55 +52,11 @@ def _taps(plan: RankPlan, device: torch.device) -> FeatureTaps | None:
     return FeatureTaps.load(plan.feature_projection, num_layers=plan.num_layers, hidden_size=plan.hidden_size, device=device)
 
 
-def _receiver(plan: RankPlan, parent: Connection, step: RankStep) -> Callable[[], Command]:
-    """How this rank hears of the next command: rank 0 from its parent, the others from rank 0."""
-    if plan.num_ranks == 1:
-        return partial(_command_or_idle, parent, step)
-    group = dist.new_group(backend="gloo", timeout=_LOST_AFTER)
-    source = partial(_command_or_idle, parent, step) if plan.place.tp_rank == 0 else Idle
-
-    def receive() -> Command:
-        said: list[Command] = [source()]
-        dist.broadcast_object_list(said, src=0, group=group)
-        return said[0]
-
-    return receive
-
-
-def _command_or_idle(parent: Connection, step: RankStep) -> Command:
+def _command_or_idle(parent: Connection, step: RankStep) -> object:
     """The parent's next command. Questions about the last step are answered here, the other ranks know nothing of them."""
-    while parent.poll(_IDLE_SECONDS):
-        said: Command | Question = parent.recv()
-        if isinstance(said, StepCommand | Idle | Stop):
-            return said
+    while isinstance(said := serving.said_by(parent), Question):
         parent.send(step.answer(said))
-    return Idle()
-
-
-def _commands(receive: Callable[[], Command]) -> Iterator[StepCommand]:
-    """Steps, until Stop."""
-    while not isinstance(command := receive(), Stop):
-        if isinstance(command, StepCommand):
-            yield command
-
-
-def _fail(plan: RankPlan, parent: Connection, reason: str, *, is_refusal: bool) -> None:
-    """Tell the parent and end at once: other ranks may wait in a collective for this one, and exit handlers with them."""
-    parent.send(Failed(plan.place.tp_rank, reason, is_refusal))
-    parent.close()
-    os._exit(_FAILED_EXIT_CODE)
-
-
-def _end_with_parent() -> None:
-    """A rank does not outlive the process that started it, however that one ended."""
-    parent = parent_process()
-    assert parent is not None, "a rank is started by another process"
-
-    def wait() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(_FAILED_EXIT_CODE)
-
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+    return said
 
 
 class RankStep:

@@ -38,13 +38,28 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_names
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor of that name. Raises ValueError if there is none."""
+        with self._file_of(name) as file:
+            return tuple(file.get_slice(name).get_shape())
+
     def tensor(self, name: str) -> Tensor:
         """The tensor of that name, in the type that it is stored in. Raises ValueError if there is none."""
-        if name not in self:
-            raise ValueError(f"{self.directory} lacks the weights {name}")
-        with safe_open(self.directory / self._file_names[name], framework="pt") as file:
+        with self._file_of(name) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+    def part(self, name: str, span: slice, *, dim: int = 0) -> Tensor:
+        """A span of the rows (or of the columns, `dim` 1) of the tensor of that name; no more than that is read."""
+        with self._file_of(name) as file:
+            stored = file.get_slice(name)
+            part: Tensor = stored[span] if dim == 0 else stored[:, span]
+        return part
+
+    def _file_of(self, name: str) -> safe_open:
+        if name not in self:
+            raise ValueError(f"{self.directory} lacks the weights {name}")
+        return safe_open(self.directory / self._file_names[name], framework="pt")
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from treewire.core.acceptance import Acceptance
 from treewire.core.history import History
 from treewire.core.sampling import Sampling
-from verify_service.attention.layout import Segment, StepLayout
 from verify_service.engine import KvExhausted, Posterior, PrefillChunk, Scoring, SessionId, Target, Unsupported
-from verify_service.engines.features import Computed
-from verify_service.engines.sampling import NoiseRows, TensorDistributions, choose, likeliest, process
-from verify_service.engines.transformers.selection import Forward, ForwardKind, load_model
+from verify_service.engines.transformers.choices import WholeRows
+from verify_service.engines.transformers.runner import LocalRunner, Runner
+from verify_service.engines.transformers.selection import ForwardKind, load_model
 from verify_service.engines.transformers.session import Session, check_token_ids
 from verify_service.kv.pages import PagedKv, Room
 from verify_service.kv.rows import SessionRows
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """One work item of a step: its session, its rows, and how many of the last rows the target chooses after."""
-
-    session: Session
-    token_ids: tuple[int, ...]
-    segment: Segment
-    num_choices: int
-
-    @property
-    def num_tapped(self) -> int:
-        """Rows whose context features are wanted: all or none."""
-        return len(self.segment) if self.session.wants_features else 0
 
 
 class TransformersTarget:
@@ -46,12 +28,12 @@ class TransformersTarget:
     model itself fails, the sessions of that step have to be released.
     """
 
-    def __init__(self, forward: Forward, target: Target, kv: PagedKv) -> None:
+    def __init__(self, runner: Runner, target: Target, kv: PagedKv) -> None:
         if kv.num_slots <= target.max_tree_nodes:
             raise ValueError(
                 f"kv_tokens is {kv.num_slots:,}, it must be above the largest tree, {target.max_tree_nodes:,} nodes"
             )
-        self._forward = forward
+        self._runner = runner
         self._target = target
         self._kv = kv
         self._sessions: dict[SessionId, Session] = {}
@@ -108,7 +90,7 @@ class TransformersTarget:
             tapped_layers=projection.tapped_layers if projection else (),
             feature_projection_hash=projection.hash if projection else "",
         )
-        return cls(loaded.forward, target, kv)
+        return cls(LocalRunner(loaded.forward, WholeRows(loaded.vocabulary_size)), target, kv)
 
     @property
     def target(self) -> Target:
@@ -150,7 +132,6 @@ class TransformersTarget:
             sampling,
             num_node_probabilities,
             SessionRows(self._kv, prompt, shares=not wants_features),
-            NoiseRows(sampling.seed, self._target.vocabulary_size),
             History(prompt, num_output_tokens),
             wants_features,
         )
@@ -160,16 +141,15 @@ class TransformersTarget:
     def step(self, work: Sequence[PrefillChunk | Scoring]) -> Sequence[Posterior]:
         """Run chunks and trees of any sessions through the target in one forward; one posterior each, in order."""
         self._check_work(work)
-        parts = [self._part(item) for item in work]
+        parts = [self._sessions[item.session].part(item) for item in work]
         if not parts:
             return []
-        logits, features = self._compute(parts)
+        posteriors = self._runner.step(parts)
+        self.positions_computed += sum(map(len, parts))
         for item in work:
             if isinstance(item, PrefillChunk):
                 self._sessions[item.session].rows.commit_chunk(item.token_ids)
-        rows = torch.split(logits, [part.num_choices for part in parts])
-        tapped = torch.split(features, [part.num_tapped for part in parts])
-        return [_posterior(*computed) for computed in zip(parts, rows, tapped, strict=True)]
+        return posteriors
 
     def keep(self, session: SessionId, acceptance: Acceptance) -> None:
         """Of the session's last tree keep the accepted nodes' state; the rest is gone. Computes nothing.
@@ -178,16 +158,14 @@ class TransformersTarget:
         """
         moves = self._opened(session).keep(acceptance)
         if len(moves):
-            device = self._forward.device
-            self._forward.store.move(
-                torch.from_numpy(moves.sources).to(device), torch.from_numpy(moves.destinations).to(device)
-            )
+            self._runner.move(moves)
 
     def release(self, session: SessionId) -> None:
         """Free everything the session holds. An unknown session is no error."""
         released = self._sessions.pop(session, None)
         if released is not None:
             released.rows.release()
+            self._runner.forget(session)
 
     def _check_request(
         self, prompt: tuple[int, ...], sampling: Sampling, num_output_tokens: int, num_node_probabilities: int
@@ -227,46 +205,3 @@ class TransformersTarget:
         if session not in self._sessions:
             raise ValueError(f"session {session} is not open")
         return self._sessions[session]
-
-    def _part(self, item: PrefillChunk | Scoring) -> _Part:
-        session = self._sessions[item.session]
-        segment = session.segment(item, self._forward.device)
-        if isinstance(item, PrefillChunk):
-            return _Part(session, item.token_ids, segment, num_choices=int(item.last))
-        return _Part(session, item.tree.token_ids, segment, num_choices=len(item.tree))
-
-    def _compute(self, parts: Sequence[_Part]) -> Computed:
-        """One forward over all parts, for the logits and features that they want."""
-        layout = StepLayout([part.segment for part in parts])
-        token_ids = [token_id for part in parts for token_id in part.token_ids]
-        wanted: list[int] = []
-        tapped: list[int] = []
-        stop = 0
-        for part in parts:
-            stop += len(part.segment)
-            wanted.extend(range(stop - part.num_choices, stop))
-            tapped.extend(range(stop - part.num_tapped, stop))
-        token_row, wanted_rows, tapped_rows = (
-            torch.tensor(numbers, dtype=torch.int64, device=self._forward.device) for numbers in (token_ids, wanted, tapped)
-        )
-        self.positions_computed += layout.num_rows
-        if not tapped:
-            logits = self._forward.logits(token_row, layout, wanted_rows)
-            return Computed(logits, logits.new_empty(0, 0))
-        return self._forward.compute(token_row, layout, wanted_rows, tapped_rows)
-
-
-@torch.inference_mode()
-def _posterior(part: _Part, logits: Tensor, tapped: Tensor) -> Posterior:
-    """The target's choice after each of the part's last rows, whose logits these are, with the features of its rows."""
-    features = tapped.cpu().numpy() if part.num_tapped else None
-    if not part.num_choices:
-        return Posterior((), features=features)
-    session = part.session
-    log_probs = process(logits, session.sampling, session.histories())
-    positions = (part.segment.positions[-part.num_choices :] + 1).tolist()
-    noise_rows = None if session.sampling.is_greedy else session.noise.at(positions, logits.device)
-    chosen = choose(log_probs, noise_rows)
-    count = session.num_node_probabilities
-    distributions = TensorDistributions(logits, log_probs, is_greedy=session.sampling.is_greedy)
-    return Posterior(tuple(chosen.tolist()), likeliest(log_probs, count) if count else (), features, distributions)

@@ -35,6 +35,11 @@ class TreeForward:
         """The attention calls of the last step, in order."""
         return self._attention.calls
 
+    @property
+    def has_taps(self) -> bool:
+        """Whether it makes features."""
+        return self._taps is not None
+
     @torch.inference_mode()
     def logits(self, token_ids: Tensor, layout: StepLayout, wanted: Tensor) -> Tensor:
         """Run tokens int64 [rows] as laid out; float32 [wanted, vocabulary] of the rows numbered in `wanted` int64."""

@@ -3,6 +3,9 @@
 transformers' own modules are the general path and the reference that this one is tested against. Queries, keys and values
 are one product, gate and up another. The rows of q and k are reordered at load so that the two halves of a rotary pair lie
 side by side: the rotation is then one complex product, and scores of queries with keys do not change.
+
+Of several ranks each has whole heads and spans of the MLP and of the vocabulary. What they compute is added up twice a layer
+and once after the embedding; the rows between are the same on all of them. Of the logits each has its span of the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from verify_service.attention.tree_attention import TreeAttention
 from verify_service.engines.features import Computed, FeatureTaps
 from verify_service.engines.transformers.architecture import Architecture
 from verify_service.engines.transformers.checkpoint import Checkpoint
+from verify_service.engines.transformers.group import Alone, Group
 from verify_service.engines.transformers.linear import (
     DenseEmbedding,
     DenseLinear,
@@ -27,6 +31,7 @@ from verify_service.engines.transformers.linear import (
     Int8Linear,
     Linear,
 )
+from verify_service.engines.transformers.shard import Shard
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,23 +80,38 @@ class LeanForward:
         attention: TreeAttention,
         device: str,
         taps: FeatureTaps | None = None,
+        shard: Shard = Shard(),  # noqa: B008 - frozen
+        group: Group = Alone(),  # noqa: B008 - without state
     ) -> None:
         self.device = torch.device(device)
         self.store = attention.store
-        self._architecture = architecture
+        self.vocabulary = shard.span(architecture.vocabulary_size)
+        self._architecture = shard.of(architecture)
         self._attention = attention
         self._taps = taps
-        loader = _Loader(architecture, checkpoint, precision, self.device)
+        self._shard = shard
+        self._group = group
+        loader = _Loader(architecture, checkpoint, precision, self.device, shard)
         self._layers = [loader.layer(number) for number in range(architecture.num_layers)]
         self._norm = loader.tensor("model.norm.weight")
-        embedding = loader.mapped("model.embed_tokens.weight")
+        embedding = loader.rows("model.embed_tokens.weight")
         self._embedding = precision.embedding(embedding)
-        self._head = precision.linear(embedding if architecture.tied_head else loader.mapped("lm_head.weight"), None)
+        self._head = precision.linear(embedding if architecture.tied_head else loader.rows("lm_head.weight"), None)
         self._frequencies = architecture.rotary_frequencies.to(self.device)
+        self.weight_bytes = loader.num_bytes  # and a head tied to the embedding is a copy of it
+        self.weight_bytes += embedding.numel() * precision.dtype.itemsize if architecture.tied_head else 0
+
+    @property
+    def has_taps(self) -> bool:
+        """Whether it makes features."""
+        return self._taps is not None
 
     @torch.inference_mode()
     def logits(self, token_ids: Tensor, layout: StepLayout, wanted: Tensor) -> Tensor:
-        """Run tokens int64 [rows] as laid out; float32 [wanted, vocabulary] of the rows numbered in `wanted` int64."""
+        """Run tokens int64 [rows] as laid out; float32 [wanted, vocabulary] of the rows numbered in `wanted` int64.
+
+        Of several ranks each answers for its `vocabulary`.
+        """
         for rows in self._outputs(token_ids, layout):
             last = rows
         return self._logits(last[wanted])
@@ -112,11 +132,20 @@ class LeanForward:
         self._attention.begin(layout)
         angles = layout.positions[:, None].float() * self._frequencies
         rotation = torch.polar(torch.ones_like(angles), angles)[:, None]
-        rows = self._embedding(token_ids)
+        rows = self._embed(token_ids)
         for layer in self._layers:
-            rows = rows + self._attend(layer, rows, rotation)
-            rows = rows + self._mlp(layer, rows)
+            rows = rows + self._group.sum(self._attend(layer, rows, rotation))
+            rows = rows + self._group.sum(self._mlp(layer, rows))
             yield rows
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """Rows of the embedding, each from the rank that has it."""
+        if self._shard.is_whole:
+            return self._embedding(token_ids)
+        own = token_ids - self.vocabulary.start
+        num_own = self.vocabulary.stop - self.vocabulary.start
+        is_other = (own < 0) | (own >= num_own)
+        return self._group.sum(self._embedding(own.clamp(0, num_own - 1)).masked_fill_(is_other[:, None], 0.0))
 
     def _logits(self, rows: Tensor) -> Tensor:
         return self._head(self._normed(rows, self._norm)).float()
@@ -155,21 +184,36 @@ def _rotate(heads: Tensor, rotation: Tensor) -> Tensor:
 
 
 class _Loader:
-    """Makes the maps of a model from its checkpoint."""
+    """Makes the maps of a model, or of one rank's share of it, from its checkpoint."""
 
-    def __init__(self, architecture: Architecture, checkpoint: Checkpoint, precision: Precision, device: torch.device) -> None:
+    def __init__(
+        self, architecture: Architecture, checkpoint: Checkpoint, precision: Precision, device: torch.device, shard: Shard
+    ) -> None:
         self._architecture = architecture
         self._checkpoint = checkpoint
         self._precision = precision
         self._device = device
+        self._shard = shard
+        self._seen: dict[str, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what was read, in the precision of the rows: what dense weights take."""
+        return sum(self._seen.values()) * self._precision.dtype.itemsize
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor in the precision of the rows, in memory of its own."""
-        return self.mapped(name).clone()
+        """A tensor that every rank has whole, in memory of its own."""
+        return self._converted(name, self._checkpoint.tensor(name)).clone()
 
-    def mapped(self, name: str) -> Tensor:
-        """The same, mapped from its file where it is stored so; whoever keeps it keeps the whole file in memory."""
-        return self._checkpoint.tensor(name).to(self._device, self._precision.dtype)
+    def rows(self, name: str, unit: int = 1) -> Tensor:
+        """This rank's rows of a tensor, in units that stay together.
+
+        Of a model that is whole the tensor is mapped from its file if it is stored so: whoever keeps it keeps the whole file.
+        """
+        if self._shard.is_whole:
+            return self._converted(name, self._checkpoint.tensor(name))
+        span = self._shard.span(self._checkpoint.shape(name)[0], unit)
+        return self._converted(name, self._checkpoint.part(name, span))
 
     def layer(self, number: int) -> _Layer:
         """All of one layer."""
@@ -177,24 +221,45 @@ class _Loader:
         return _Layer(
             number=number,
             attention_norm=self.tensor(f"{prefix}input_layernorm.weight"),
-            qkv=self._fused(self._precision.linear, f"{prefix}self_attn.", ("q_proj", "k_proj", "v_proj")),
+            qkv=self._fused(f"{prefix}self_attn.", ("q_proj", "k_proj", "v_proj")),
             head_norm=self._head_norm(f"{prefix}self_attn."),
-            output=self._fused(self._precision.linear, f"{prefix}self_attn.", ("o_proj",)),
+            output=self._reduced(self._precision.linear, f"{prefix}self_attn.o_proj", self._unit("q_proj")),
             mlp_norm=self.tensor(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=self._fused(self._precision.linear, f"{prefix}mlp.", ("gate_proj", "up_proj")),
-            down=self._fused(self._precision.down, f"{prefix}mlp.", ("down_proj",)),
+            gate_up=self._fused(f"{prefix}mlp.", ("gate_proj", "up_proj")),
+            down=self._reduced(self._precision.down, f"{prefix}mlp.down_proj", 1),
         )
 
-    def _fused(self, linear: Callable[[Tensor, Tensor | None], Linear], prefix: str, names: Sequence[str]) -> Linear:
-        """One map for several that have the same input."""
+    def _unit(self, name: str) -> int:
+        """Rows of a map that stay on one rank: a KV head's own, and those of the query heads that read it."""
+        model = self._architecture
+        num_heads = {"q_proj": model.num_heads // model.num_kv_heads, "k_proj": 1, "v_proj": 1}
+        return num_heads[name] * model.head_size if name in num_heads else 1
+
+    def _fused(self, prefix: str, names: Sequence[str]) -> Linear:
+        """One map for several that have the same input; a rank has some of the outputs of each."""
         weight = torch.cat([self._ordered(name, f"{prefix}{name}.weight") for name in names])
         has_bias = f"{prefix}{names[0]}.bias" in self._checkpoint
         bias = torch.cat([self._ordered(name, f"{prefix}{name}.bias") for name in names]) if has_bias else None
-        return linear(weight, bias)
+        return self._precision.linear(weight, bias)
+
+    def _reduced(self, linear: Callable[[Tensor, Tensor | None], Linear], name: str, unit: int) -> Linear:
+        """A map whose input is what the ranks have computed, each its span, and whose outputs have to be added up."""
+        full_name = f"{name}.weight"
+        if self._shard.is_whole:
+            weight = self._converted(full_name, self._checkpoint.tensor(full_name))
+        else:
+            span = self._shard.span(self._checkpoint.shape(full_name)[1], unit)
+            weight = self._converted(full_name, self._checkpoint.part(full_name, span, dim=1))
+        has_bias = f"{name}.bias" in self._checkpoint and self._shard.is_first
+        return linear(weight, self.tensor(f"{name}.bias") if has_bias else None)
 
     def _ordered(self, name: str, full_name: str) -> Tensor:
-        tensor = self.mapped(full_name)
+        tensor = self.rows(full_name, self._unit(name))
         return self._paired(tensor) if name in ("q_proj", "k_proj") else tensor
+
+    def _converted(self, name: str, tensor: Tensor) -> Tensor:
+        self._seen[name] = tensor.numel()
+        return tensor.to(self._device, self._precision.dtype)
 
     def _paired(self, tensor: Tensor) -> Tensor:
         """Rows of whole heads [heads x size, ...] reordered from halves (first of all pairs, second of all) to pairs."""
@@ -204,6 +269,6 @@ class _Loader:
     def _head_norm(self, prefix: str) -> Tensor | None:
         if f"{prefix}q_norm.weight" not in self._checkpoint:
             return None
-        model = self._architecture
+        model = self._shard.of(self._architecture)
         query, key = (self._paired(self.tensor(f"{prefix}{name}.weight")) for name in ("q_norm", "k_norm"))
         return torch.cat((query.expand(model.num_heads, -1), key.expand(model.num_kv_heads, -1)))

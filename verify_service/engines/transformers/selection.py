@@ -35,6 +35,10 @@ class Forward(Protocol):
     def store(self) -> KvStore:
         """Its keys and values."""
 
+    @property
+    def has_taps(self) -> bool:
+        """Whether it makes features."""
+
     def logits(self, token_ids: Tensor, layout: StepLayout, wanted: Tensor) -> Tensor:
         """Run tokens int64 [rows] as laid out; float32 [wanted, vocabulary] of the rows numbered in `wanted` int64."""
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from treewire.core.acceptance import Acceptance
 from treewire.core.history import History, NodeHistories
 from treewire.core.sampling import Sampling
 from treewire.core.tree import DraftTree
-from verify_service.attention.layout import Segment
 from verify_service.engine import PrefillChunk, Scoring, SessionId, Target
-from verify_service.engines.sampling import NoiseRows
-from verify_service.engines.transformers.segments import chain_segment, tree_segment
+from verify_service.engines.transformers.parts import Part
 from verify_service.kv.rows import Moves, SessionRows
 
 
@@ -26,7 +22,6 @@ class Session:
     sampling: Sampling
     num_node_probabilities: int
     rows: SessionRows
-    noise: NoiseRows
     history: History
     wants_features: bool = False
     tree: DraftTree | None = field(default=None, init=False)
@@ -38,14 +33,30 @@ class Session:
         else:
             self._check_tree(item.tree, target)
 
-    def segment(self, item: PrefillChunk | Scoring, device: torch.device) -> Segment:
-        """The item's rows in a step. A tree takes its slots from the pool here."""
+    def part(self, item: PrefillChunk | Scoring) -> Part:
+        """The item as work of a step. A tree takes its slots from the pool here."""
+        context_slots = self.rows.committed
         if isinstance(item, PrefillChunk):
-            return chain_segment(self.rows.committed, self.rows.next_prompt_slots(len(item.token_ids)), device)
-        self.tree = item.tree
-        return tree_segment(self.rows.committed, self.rows.take_tree_slots(len(item.tree)), item.tree, device)
+            token_ids, num_choices = item.token_ids, int(item.last)
+            slots = self.rows.next_prompt_slots(len(token_ids))
+        else:
+            self.tree = item.tree
+            token_ids, num_choices = item.tree.token_ids, len(item.tree)
+            slots = self.rows.take_tree_slots(num_choices)
+        return Part(
+            session=self.id,
+            token_ids=token_ids,
+            context_slots=context_slots,
+            slots=slots,
+            tree=self.tree,
+            num_choices=num_choices,
+            sampling=self.sampling,
+            histories=self._histories() if num_choices else None,
+            num_node_probabilities=self.num_node_probabilities,
+            wants_features=self.wants_features,
+        )
 
-    def histories(self) -> NodeHistories | None:
+    def _histories(self) -> NodeHistories | None:
         """What was said before each choice of the step, if the chain reads it: after the tree in it, else after the prompt."""
         if not self.sampling.reads_history:
             return None

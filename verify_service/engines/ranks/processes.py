@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from verify_service.engine import EngineLost, Unsupported
-from verify_service.engines.sglang.messages import (
-    Failed,
-    NotFinite,
-    Place,
-    Question,
-    RankPlan,
-    Ready,
-    StepAnswer,
-    StepCommand,
-    Stop,
-)
-from verify_service.engines.sglang.options import SglangOptions, server_arguments
-from verify_service.engines.sglang.traits import ModelTraits
+from verify_service.engines.ranks.messages import Failed, NotFinite, Stop
+
+Plan = TypeVar("Plan")
 
 _STOP_SECONDS = 10.0
 
@@ -52,26 +41,13 @@ class Ranks:
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
 
     @classmethod
-    def start(cls, options: SglangOptions, traits: ModelTraits, num_threads: int | None = None) -> Ranks:
-        """Start them all, each in a fresh process; returns at once. Options and model are checked before."""
+    def start(cls, run: Callable[[Plan, Connection], None], plans: Mapping[int, Plan]) -> Ranks:
+        """Start the ranks of these numbers, each in a fresh process that runs `run` with its plan; returns at once."""
         context = multiprocessing.get_context("spawn")
-        dist_port = _free_port()
         ranks = []
-        for number in options.local_ranks:
+        for number, plan in plans.items():
             ours, theirs = context.Pipe()
-            plan = RankPlan(
-                place=Place(number, options.base_gpu_id + number - options.local_ranks.start, dist_port),
-                num_ranks=options.tp_size,
-                arguments=server_arguments(options, traits, dist_port),
-                widths=options.widths,
-                tap_layers=options.tapped_layers,
-                feature_projection=options.feature_projection,
-                hidden_size=traits.hidden_size,
-                num_layers=traits.num_layers,
-                max_sessions=options.max_sessions,
-                num_threads=num_threads,
-            )
-            process = context.Process(target=_run, args=(plan, theirs), name=f"rank-{number}", daemon=True)
+            process = context.Process(target=run, args=(plan, theirs), name=f"rank-{number}", daemon=True)
             process.start()
             theirs.close()
             ranks.append(_Rank(number, process, ours))
@@ -88,27 +64,31 @@ class Ranks:
         if self._lost.is_set():
             on_lost(self._reason)
 
-    def load(self) -> Ready:
-        """Wait until the model is loaded. Raises Unsupported if a rank refuses, EngineLost if one ends."""
+    def load(self) -> Any:
+        """Wait until the model is loaded; what rank 0 says of it.
+
+        Raises Unsupported if a rank refuses, EngineLost if one ends.
+        """
         said = self._first_said()
         if isinstance(said, Failed):
             self.kill(said.reason)
             if said.is_refusal:
                 raise Unsupported(said.reason)
             raise EngineLost(f"rank {said.rank} failed: {said.reason}")
-        assert isinstance(said, Ready)
         return said
 
-    def step(self, command: StepCommand) -> StepAnswer:
-        """Have all ranks compute it. Raises EngineLost if one ends, FloatingPointError if the logits are not finite."""
+    def step(self, command: object) -> Any:
+        """Have all ranks compute it; rank 0's answer.
+
+        Raises EngineLost if one ends, FloatingPointError if the logits are not finite.
+        """
         said = self._answer(command)
         if isinstance(said, NotFinite):
             raise FloatingPointError(said.reason)
-        assert isinstance(said, StepAnswer)
         return said
 
-    def ask(self, question: Question) -> Any:
-        """What rank 0 still knows of the last step. Raises EngineLost if a rank ends."""
+    def ask(self, question: object) -> Any:
+        """What the ranks still know of the last step. Raises EngineLost if a rank ends."""
         return self._answer(question)
 
     def wait(self) -> int:
@@ -141,7 +121,7 @@ class Ranks:
         for rank in self._ranks:
             rank.process.join()
 
-    def _answer(self, said: StepCommand | Question) -> object:
+    def _answer(self, said: object) -> object:
         with self._talking:
             try:
                 self._ranks[0].connection.send(said)
@@ -183,13 +163,6 @@ class Ranks:
         return EngineLost(self._reason or "the ranks were stopped")
 
 
-def _run(plan: RankPlan, parent: Connection) -> None:
-    """In the new process: what is heavy is imported there alone."""
-    from verify_service.engines.sglang.rank import run_rank
-
-    run_rank(plan, parent)
-
-
 def _last_words(rank: _Rank) -> str:
     """What a rank other than 0 said of its end; rank 0's words are for whoever waits for its answer."""
     if rank.number == 0:
@@ -203,10 +176,3 @@ def _last_words(rank: _Rank) -> str:
 
 def _unwatched(reason: str) -> None:
     """The callback of ranks that nobody watches."""
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
