@@ -36,6 +36,7 @@ class VerifyProcess:
     async def warm_up(self) -> None:
         """Load the engine and run it once."""
         await self.thread.call(self.step.load)
+        self.verify_metrics.watch_graphs(self.step.num_missed_graphs)
         for rank in self.step.engine.target.ranks:
             self.verify_metrics.observe_rank(rank.rank, weight_bytes=rank.weight_bytes, kv_bytes=rank.kv_bytes)
 

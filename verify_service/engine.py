@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,3 +145,12 @@ class TargetEngine(Protocol):
 
     def release(self, session: SessionId) -> None:
         """Free everything the session holds. An unknown session is no error."""
+
+
+@runtime_checkable
+class HasGraphs(Protocol):
+    """An engine that captures steps as graphs, and counts those that run outside them."""
+
+    @property
+    def num_missed_graphs(self) -> int:
+        """How many did."""

@@ -44,6 +44,9 @@ class VerifySettings(ServiceSettings):
     forward: Literal["auto", "lean", "transformers"] = Field(
         "auto", description="Whose forward: our lean one, or transformers' modules; auto is lean where it computes the model."
     )
+    graphs: Literal["auto", "on", "off"] = Field(
+        "auto", description="Whether trees run on static buffers, captured as graphs on CUDA; auto is on CUDA; transformers."
+    )
     feature_projection: str = Field(
         "", description="Checkpoint of the drafter that context features are made for: name or directory; empty makes none."
     )
@@ -102,6 +105,8 @@ class VerifySettings(ServiceSettings):
         ranked = sorted(self.model_fields_set & _RANKS_ONLY)
         if ranked and self.engine not in _ENGINES_WITH_RANKS:
             raise ValueError(f"{ranked[0]} is for the engines {' and '.join(_ENGINES_WITH_RANKS)}, this one is {self.engine}")
+        if self.graphs == "on" and (self.engine != "transformers" or self.tp_size > 1):
+            raise ValueError(f"graphs is on, it is for the transformers engine on 1 rank, not {self.engine} on {self.tp_size}")
         try:
             is_object = isinstance(self.sglang_arguments, dict)
         except json.JSONDecodeError as error:

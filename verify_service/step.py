@@ -12,7 +12,7 @@ from treewire.core.sampling import Sampling
 from treewire.core.tree import DraftTree, TokenLogProbs
 from treewire.errors import Overloaded, TreewireError, Unavailable
 from treewire.runtime.engine_thread import EngineDied
-from verify_service.engine import EngineLost, KvExhausted, Posterior, PrefillChunk, Scoring, SessionId, TargetEngine
+from verify_service.engine import EngineLost, HasGraphs, KvExhausted, Posterior, PrefillChunk, Scoring, SessionId, TargetEngine
 from verify_service.price import LivePrices, Measure, no_prices
 from verify_service.rules import Rule, shared_noise
 
@@ -82,6 +82,10 @@ class Step:
     def prices(self) -> tuple[StepPrice, ...]:
         """What steps take, as measured and observed since; empty if nothing was measured."""
         return self._prices.prices
+
+    def num_missed_graphs(self) -> int:
+        """Steps that ran outside the engine's graphs; 0 for an engine without any."""
+        return self._engine.num_missed_graphs if isinstance(self._engine, HasGraphs) else 0
 
     def load(self) -> None:
         """Build the engine, run one small tree through it, so that the first caller finds it warm, and measure its prices."""

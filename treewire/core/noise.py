@@ -41,6 +41,19 @@ def noise_integers(seed: int, position: int | Integers, token_ids: Integers) -> 
     return integers
 
 
+def hashed_seed(seed: int) -> int:
+    """What of a seed goes into the noise at any position: 64 bits, as int64. Raises ValueError if it is no seed."""
+    if not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"seed is {seed}, it must be from 0 to {MAX_SEED}")
+    return int(_mix(np.array([seed], np.uint64).view(np.int64) + _WEYL)[0])
+
+
+def noise_integers_of(hashed_seeds: Integers, positions: Integers, token_ids: Integers) -> Integers:
+    """As `noise_integers`, of many seeds at once: three int64 arrays or tensors that broadcast together."""
+    integers: Integers = _mix(token_ids * _WEYL ^ _mix(positions * _POSITION_WEYL ^ hashed_seeds))
+    return integers
+
+
 def gumbel(integers: Any, xp: ModuleType = np) -> Any:
     """Standard Gumbel noise of hashed integers, float64 of the same shape; `xp` is the array's library, numpy or torch.
 
@@ -79,19 +92,14 @@ def noise_at(
 
 def _key(seed: int, position: int | Integers) -> int | Integers:
     """The hashed (seed, position), one int if the position is one; different at every position of a seed."""
-    if not 0 <= seed <= MAX_SEED:
-        raise ValueError(f"seed is {seed}, it must be from 0 to {MAX_SEED}")
+    own_seed = hashed_seed(seed)
     if not isinstance(position, int):
         _check_int64(position)
-        keys: Integers = _mix(position * _POSITION_WEYL ^ _hashed_seed(seed))
+        keys: Integers = _mix(position * _POSITION_WEYL ^ own_seed)
         return keys
     if not 0 <= position < NUM_POSITIONS:
         raise ValueError(f"position is {position}, it must be from 0 to {NUM_POSITIONS - 1}")
-    return int(_mix(np.array([position]) * _POSITION_WEYL ^ _hashed_seed(seed))[0])
-
-
-def _hashed_seed(seed: int) -> int:
-    return int(_mix(np.array([seed], np.uint64).view(np.int64) + _WEYL)[0])
+    return int(_mix(np.array([position]) * _POSITION_WEYL ^ own_seed)[0])
 
 
 def _mix(state: Integers) -> Integers:

@@ -89,6 +89,7 @@ class VerifyMetrics(EngineMetrics):
     """What the verify service counts."""
 
     rank_bytes: Gauge
+    missed_graphs: Gauge
 
     @classmethod
     def on(cls, registry: CollectorRegistry) -> Self:
@@ -99,7 +100,12 @@ class VerifyMetrics(EngineMetrics):
             rank_bytes=Gauge(
                 "treewire_rank_bytes", "Bytes that a rank of the target holds.", ["rank", "kind"], registry=registry
             ),
+            missed_graphs=Gauge("treewire_missed_graphs", "Steps that ran outside the engine's graphs.", registry=registry),
         )
+
+    def watch_graphs(self, num_missed: Callable[[], float]) -> None:
+        """Read how many steps ran outside graphs whenever the metrics are shown."""
+        self.missed_graphs.set_function(num_missed)
 
     def observe_rank(self, rank: int, *, weight_bytes: int, kv_bytes: int) -> None:
         """What a rank of the target holds: weights, and keys and values when every slot is used."""

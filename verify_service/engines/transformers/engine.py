@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -12,11 +13,15 @@ from treewire.core.history import History
 from treewire.core.sampling import Sampling
 from verify_service.engine import KvExhausted, Posterior, PrefillChunk, Scoring, SessionId, Target, Unsupported
 from verify_service.engines.transformers.choices import WholeRows
+from verify_service.engines.transformers.lean import LeanForward
 from verify_service.engines.transformers.runner import LocalRunner, Runner
-from verify_service.engines.transformers.selection import ForwardKind, load_model
+from verify_service.engines.transformers.selection import ForwardKind, LoadedModel, load_model
 from verify_service.engines.transformers.session import Session, check_token_ids
+from verify_service.engines.transformers.static_step import StaticRunner
 from verify_service.kv.pages import PagedKv, Room
 from verify_service.kv.rows import SessionRows
+
+GraphsMode = Literal["auto", "on", "off"]
 
 
 class TransformersTarget:
@@ -54,13 +59,15 @@ class TransformersTarget:
         num_threads: int | None = None,
         forward: ForwardKind = "auto",
         feature_projection: Path | None = None,
+        graphs: GraphsMode = "auto",
     ) -> TransformersTarget:
         """Load a model from a directory, a hub id or a GGUF file: the lean forward, or transformers' modules, probed.
 
         `kv_tokens` token positions fit in all sessions together; one costs layers x KV heads x (key + value size) elements
         (SmolLM2-135M in float32: 46,080 bytes, so 16,384 of them 755 MB); they are handed out in pages of `kv_page_size`.
         `num_threads` is torch's, for the whole process. `feature_projection` is the checkpoint of the drafter for which
-        context features are made. Raises Unsupported with the reason for a model that cannot be served, ValueError for a
+        context features are made. `graphs` says whether trees run on static buffers, which CUDA captures; auto is there alone.
+        Raises Unsupported with the reason for a model that cannot be served, ValueError for a
         wrong size.
         """
         if max_tree_nodes < 1:
@@ -74,7 +81,7 @@ class TransformersTarget:
             device=device,
             dtype=dtype,
             max_context=max_context,
-            kv_slots=kv.num_slots,
+            kv_slots=kv.num_slots + 1,  # one for what fills buckets
             feature_projection=feature_projection,
         )
         projection = loaded.projection
@@ -90,7 +97,7 @@ class TransformersTarget:
             tapped_layers=projection.tapped_layers if projection else (),
             feature_projection_hash=projection.hash if projection else "",
         )
-        return cls(LocalRunner(loaded.forward, WholeRows(loaded.vocabulary_size)), target, kv)
+        return cls(_runner(loaded, graphs, dtype, max_tree_nodes), target, kv)
 
     @property
     def target(self) -> Target:
@@ -101,6 +108,11 @@ class TransformersTarget:
     def num_sessions(self) -> int:
         """Open sessions."""
         return len(self._sessions)
+
+    @property
+    def num_missed_graphs(self) -> int:
+        """Steps that ran outside the buckets of static buffers; 0 if there are none."""
+        return self._runner.num_missed_graphs
 
     @property
     def num_free_slots(self) -> int:
@@ -205,3 +217,14 @@ class TransformersTarget:
         if session not in self._sessions:
             raise ValueError(f"session {session} is not open")
         return self._sessions[session]
+
+
+def _runner(loaded: LoadedModel, graphs: GraphsMode, dtype: str, max_tree_nodes: int) -> Runner:
+    """On static buffers where that is asked for, or pays. Raises Unsupported where it is asked for and cannot be."""
+    forward = loaded.forward
+    if graphs == "on" or (graphs == "auto" and forward.device.type == "cuda" and isinstance(forward, LeanForward)):
+        if not isinstance(forward, LeanForward) or dtype == "int8":
+            kind = "int8" if isinstance(forward, LeanForward) else "the forward of transformers"
+            raise Unsupported(f"graphs are for the lean forward in float types, this is {kind}: set graphs to off")
+        return StaticRunner(forward, loaded.vocabulary_size, max_nodes=max_tree_nodes, max_context=loaded.max_context)
+    return LocalRunner(forward, WholeRows(loaded.vocabulary_size))

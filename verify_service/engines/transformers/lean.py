@@ -69,6 +69,10 @@ PRECISIONS = {
 }
 
 
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Of a layer: writes the rows' keys and values, and attends with their queries, all [rows, heads, size]."""
+
+
 class LeanForward:
     """A model of a known architecture over a KV store: the ragged rows of a step in, the logits of the wanted rows out."""
 
@@ -91,6 +95,7 @@ class LeanForward:
         self._taps = taps
         self._shard = shard
         self._group = group
+        self.dtype = precision.dtype
         loader = _Loader(architecture, checkpoint, precision, self.device, shard)
         self._layers = [loader.layer(number) for number in range(architecture.num_layers)]
         self._norm = loader.tensor("model.norm.weight")
@@ -112,29 +117,41 @@ class LeanForward:
 
         Of several ranks each answers for its `vocabulary`.
         """
-        for rows in self._outputs(token_ids, layout):
+        self._attention.begin(layout)
+        for rows in self._outputs(token_ids, layout.positions, self._attention):
             last = rows
-        return self._logits(last[wanted])
+        return self.head(last[wanted])
 
     @torch.inference_mode()
     def compute(self, token_ids: Tensor, layout: StepLayout, wanted: Tensor, tapped: Tensor) -> Computed:
         """The same, with the features of the rows numbered in `tapped` int64; the forward was made with taps."""
         assert self._taps is not None, "features are asked for only where the target taps them"
-        layers = self._taps.projection.tapped_layers
-        taps: dict[int, Tensor] = {}
-        for number, rows in enumerate(self._outputs(token_ids, layout)):
-            if number in layers:
-                taps[number] = rows[tapped]
-        return Computed(self._logits(rows[wanted]), self._taps.of_taps([taps[number] for number in layers]))
-
-    def _outputs(self, token_ids: Tensor, layout: StepLayout) -> Iterator[Tensor]:
-        """What each layer gives [rows, hidden], in order."""
         self._attention.begin(layout)
-        angles = layout.positions[:, None].float() * self._frequencies
+        rows, taps = self._tapped(token_ids, layout.positions, self._attention)
+        return Computed(self.head(rows[wanted]), self._taps.of_taps([tap[tapped] for tap in taps]))
+
+    def rows(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> tuple[Tensor, Tensor | None]:
+        """Run tokens int64 [rows] at their positions; the last layer's rows, and the features of all if it has taps."""
+        rows, taps = self._tapped(token_ids, positions, attention)
+        return rows, self._taps.of_taps(taps) if self._taps is not None else None
+
+    def _tapped(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> tuple[Tensor, list[Tensor]]:
+        """The last layer's rows, and those of the tapped layers in their order."""
+        layers = self._taps.projection.tapped_layers if self._taps is not None else ()
+        taps: dict[int, Tensor] = {}
+        for number, rows in enumerate(self._outputs(token_ids, positions, attention)):
+            last = rows
+            if number in layers:
+                taps[number] = rows
+        return last, [taps[number] for number in layers]
+
+    def _outputs(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Iterator[Tensor]:
+        """What each layer gives [rows, hidden], in order."""
+        angles = positions[:, None].float() * self._frequencies
         rotation = torch.polar(torch.ones_like(angles), angles)[:, None]
         rows = self._embed(token_ids)
         for layer in self._layers:
-            rows = rows + self._group.sum(self._attend(layer, rows, rotation))
+            rows = rows + self._group.sum(self._attend(layer, rows, rotation, attention))
             rows = rows + self._group.sum(self._mlp(layer, rows))
             yield rows
 
@@ -147,10 +164,11 @@ class LeanForward:
         is_other = (own < 0) | (own >= num_own)
         return self._group.sum(self._embedding(own.clamp(0, num_own - 1)).masked_fill_(is_other[:, None], 0.0))
 
-    def _logits(self, rows: Tensor) -> Tensor:
+    def head(self, rows: Tensor) -> Tensor:
+        """Logits of rows of the last layer, float32."""
         return self._head(self._normed(rows, self._norm)).float()
 
-    def _attend(self, layer: _Layer, rows: Tensor, rotation: Tensor) -> Tensor:
+    def _attend(self, layer: _Layer, rows: Tensor, rotation: Tensor, attention: Attention) -> Tensor:
         model = self._architecture
         num_rotated = model.num_heads + model.num_kv_heads
         heads = layer.qkv(self._normed(rows, layer.attention_norm)).view(len(rows), -1, model.head_size)
@@ -158,9 +176,7 @@ class LeanForward:
         if layer.head_norm is not None:
             rotated = rms_norm(rotated, (model.head_size,), None, model.norm_epsilon) * layer.head_norm
         rotated = _rotate(rotated, rotation)
-        attended = self._attention(
-            layer.number, rotated[:, : model.num_heads], rotated[:, model.num_heads :], heads[:, num_rotated:]
-        )
+        attended = attention(layer.number, rotated[:, : model.num_heads], rotated[:, model.num_heads :], heads[:, num_rotated:])
         return layer.output(attended.reshape(len(rows), -1))
 
     def _mlp(self, layer: _Layer, rows: Tensor) -> Tensor:

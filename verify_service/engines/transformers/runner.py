@@ -18,7 +18,9 @@ from verify_service.kv.rows import Moves
 
 
 class Runner(Protocol):
-    """A model over its KV store, wherever it runs."""
+    """A model over its KV store, wherever it runs. `num_missed_graphs` counts steps outside graphs, where there are graphs."""
+
+    num_missed_graphs: int
 
     def step(self, parts: Sequence[Part]) -> Sequence[Posterior]:
         """Run all parts in one forward; one posterior each, in order.
@@ -39,6 +41,7 @@ class LocalRunner:
     def __init__(self, forward: Forward, chooser: Chooser) -> None:
         self._forward = forward
         self._chooser = chooser
+        self.num_missed_graphs = 0
 
     def step(self, parts: Sequence[Part]) -> Sequence[Posterior]:
         """Run all parts in one forward; one posterior each, in order."""

@@ -111,6 +111,7 @@ class RemoteRunner:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        self.num_missed_graphs = 0
         self._forgotten: list[SessionId] = []
         self._moves: list[Moves] = []
 
