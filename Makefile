@@ -7,7 +7,7 @@ PROTO_OUT ?= .
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 .DEFAULT_GOAL := help
 
-.PHONY: help install demo test test-browser chromium test-sglang gpu-check-sglang lint format proto conformance-reference compose-test bench bench-micro bench-ablation docs-reference chaos load clean
+.PHONY: help install demo test test-browser chromium test-sglang gpu-check gpu-check-sglang lint format proto conformance-reference compose-test bench bench-micro bench-ablation docs-reference chaos load clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,10 @@ test: install .venv-proto/.installed .venv-conformance/.installed chromium ## li
 test-sglang: .venv-sglang/.installed ## run the target engine on SGLang against its contract, on this CPU
 	@.venv-sglang/bin/python -m treewire.weights smollm2-135m
 	.venv-sglang/bin/python -m pytest tests/sglang -v
+
+gpu-check: install ## try this GPU: graphs against eager runs, attention, step times, then SGLang where it is installed
+	$(BIN)/python -m tests.gpu.check $(if $(OUTPUT),--output $(OUTPUT))
+	@$(MAKE) --no-print-directory gpu-check-sglang
 
 gpu-check-sglang: ## try tree backends and graphs of SGLang on this GPU, with the python of SGLANG_PYTHON
 	$(or $(SGLANG_PYTHON),$(BIN)/python) -m tests.gpu.sglang_check

@@ -22,6 +22,7 @@ from treewire.core.visibility import visibility as core_visibility
 from verify_service.engine import Scoring, Unsupported
 from verify_service.engines.transformers import TransformersTarget
 from verify_service.engines.transformers.static_step import visibility
+from verify_service.kv.store import LayerKv
 
 SIZES: dict[str, Any] = {"max_tree_nodes": 24, "max_context": 96, "kv_tokens": 1024}
 
@@ -62,6 +63,18 @@ def test_it_is_the_ragged_step(folder: Path, tmp_path: Path, page_size: int) -> 
     """Batched rounds, greedy, seeded, truncated, penalised and with features, give what ragged rows give."""
     options = {"feature_projection": save_dflash(tmp_path), "kv_page_size": page_size}
     expected = rounds(TransformersTarget.load(folder, graphs="off", **SIZES, **options))
+    check_same(rounds(static(folder, **options)), expected)
+
+
+def test_what_memory_held_before_is_in_no_answer(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV memory that is full of NaN at the start changes nothing: what fills a bucket is multiplied by zero, and finite."""
+    options = {"feature_projection": save_dflash(tmp_path)}
+    expected = rounds(TransformersTarget.load(folder, graphs="off", **SIZES, **options))
+
+    def full_of_nan(num_slots: int, keys: torch.Tensor, values: torch.Tensor) -> LayerKv:
+        return LayerKv(*(rows.new_full((num_slots, *rows.shape[1:]), torch.nan) for rows in (keys, values)))
+
+    monkeypatch.setattr("verify_service.kv.store._make_layer", full_of_nan)
     check_same(rounds(static(folder, **options)), expected)
 
 

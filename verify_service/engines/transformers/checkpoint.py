@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import safe_open
 from torch import Tensor
@@ -14,6 +14,22 @@ from treewire.vocabulary import load_tokenizer, vocabulary_hash
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+
+
+class Weights(Protocol):
+    """Named tensors of a model."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor of that name."""
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of that name."""
+
+    def part(self, name: str, span: slice, *, dim: int = 0) -> Tensor:
+        """A span of its rows, or of its columns, `dim` 1."""
 
 
 class Checkpoint:

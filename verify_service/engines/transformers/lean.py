@@ -21,7 +21,7 @@ from verify_service.attention.layout import StepLayout
 from verify_service.attention.tree_attention import TreeAttention
 from verify_service.engines.features import Computed, FeatureTaps
 from verify_service.engines.transformers.architecture import Architecture
-from verify_service.engines.transformers.checkpoint import Checkpoint
+from verify_service.engines.transformers.checkpoint import Weights
 from verify_service.engines.transformers.group import Alone, Group
 from verify_service.engines.transformers.linear import (
     DenseEmbedding,
@@ -79,7 +79,7 @@ class LeanForward:
     def __init__(
         self,
         architecture: Architecture,
-        checkpoint: Checkpoint,
+        checkpoint: Weights,
         precision: Precision,
         attention: TreeAttention,
         device: str,
@@ -203,7 +203,7 @@ class _Loader:
     """Makes the maps of a model, or of one rank's share of it, from its checkpoint."""
 
     def __init__(
-        self, architecture: Architecture, checkpoint: Checkpoint, precision: Precision, device: torch.device, shard: Shard
+        self, architecture: Architecture, checkpoint: Weights, precision: Precision, device: torch.device, shard: Shard
     ) -> None:
         self._architecture = architecture
         self._checkpoint = checkpoint

@@ -85,13 +85,14 @@ class _Inputs:
         return self._columns(self.bucket.num_nodes, self.bucket.num_nodes)
 
     @property
-    def key_slots(self) -> Tensor:
-        """The context's slots, then the nodes'."""
-        return self._columns(2 * self.bucket.num_nodes, self.bucket.context + self.bucket.num_nodes)
+    def slots(self) -> Tensor:
+        """Where the nodes' keys and values go."""
+        return self._columns(2 * self.bucket.num_nodes, self.bucket.num_nodes)
 
     @property
-    def slots(self) -> Tensor:
-        return self.key_slots[:, self.bucket.context :]
+    def key_slots(self) -> Tensor:
+        """The context's slots, then the nodes'."""
+        return self._columns(3 * self.bucket.num_nodes, self.bucket.context + self.bucket.num_nodes)
 
     @property
     def per_session(self) -> Tensor:
@@ -103,7 +104,7 @@ class _Inputs:
     @staticmethod
     def width(bucket: Bucket) -> int:
         """Numbers of one session."""
-        return 3 * bucket.num_nodes + bucket.context + _PER_SESSION
+        return 4 * bucket.num_nodes + bucket.context + _PER_SESSION
 
 
 class _Outputs(NamedTuple):
@@ -191,11 +192,13 @@ class _Program:
 class StaticRunner:
     """Runs steps of trees in buckets, all others as ragged rows: `verify_service.engines.transformers.runner.Runner`.
 
-    `max_nodes` and `max_context` bound the buckets. On CUDA a bucket is captured when it is first needed, elsewhere it runs
-    eagerly. The last slot of the store is for what fills buckets: it must be one that is not handed out.
+    `max_nodes` and `max_context` bound the buckets. On CUDA a bucket is captured when it is first needed; elsewhere, and
+    without `captures`, it runs eagerly. The last slot of the store is for what fills buckets: it must not be handed out.
     """
 
-    def __init__(self, forward: LeanForward, vocabulary_size: int, *, max_nodes: int, max_context: int) -> None:
+    def __init__(
+        self, forward: LeanForward, vocabulary_size: int, *, max_nodes: int, max_context: int, captures: bool = True
+    ) -> None:
         self._forward = forward
         self._chooser = WholeRows(vocabulary_size)
         self._ragged = LocalRunner(forward, self._chooser)
@@ -204,7 +207,7 @@ class StaticRunner:
         self._scratch_slot = forward.store.num_slots - 1
         self._programs: dict[Bucket, _Program] = {}
         self.num_missed_graphs = 0
-        self._pool = torch.cuda.graph_pool_handle() if forward.device.type == "cuda" else None
+        self._pool = torch.cuda.graph_pool_handle() if captures and forward.device.type == "cuda" else None
 
     def step(self, parts: Sequence[Part]) -> Sequence[Posterior]:
         """Run all parts in one forward; one posterior each, in order."""
@@ -212,8 +215,8 @@ class StaticRunner:
         if bucket is None:
             self.num_missed_graphs += 1
             return self._ragged.step(parts)
-        program = self._program(bucket)
-        self._write(program.host, parts)
+        program = self.program(bucket)
+        self.write(program.host, parts)
         outputs = program.run()
         chosen = outputs.chosen.cpu()
         return [self._posterior(part, number, chosen[number], outputs) for number, part in enumerate(parts)]
@@ -237,27 +240,35 @@ class StaticRunner:
             return None
         return Bucket(batch_size, num_nodes, context, any(_draws(part) for part in parts))
 
-    def _program(self, bucket: Bucket) -> _Program:
+    def program(self, bucket: Bucket) -> _Program:
+        """A bucket's program, captured if this machine captures."""
         if bucket not in self._programs:
             program = _Program(self._forward, bucket)
             if self._pool is not None:
-                self._write(program.host, ())
+                self.write(program.host, ())
                 program.capture(self._pool)
             self._programs[bucket] = program
         return self._programs[bucket]
 
-    def _write(self, inputs: _Inputs, parts: Sequence[Part]) -> None:
-        """Numbers of the parts, and of what fills the bucket: sessions without context, nodes that hang on the root."""
-        numbers = inputs.numbers
-        numbers.zero_()
+    def write(self, inputs: _Inputs, parts: Sequence[Part]) -> None:
+        """Numbers of the parts, and of what fills the bucket: sessions without context, nodes that hang on the root.
+
+        What fills writes to a slot of its own. Nobody sees it, but what has no chance is still multiplied by zero: a session
+        reads its root's slot in place of it, which is written in every step and is as finite as the session itself.
+        """
+        inputs.numbers.zero_()
+        inputs.slots.fill_(self._scratch_slot)
         inputs.key_slots.fill_(self._scratch_slot)
         for row, part in enumerate(parts):
             assert part.tree is not None, "a bucket holds trees"
             count, length = len(part), len(part.context_slots)
             inputs.token_ids[row, :count] = torch.tensor(part.token_ids)
             inputs.parents[row, 1:count] = torch.tensor(part.tree.parents[1:], dtype=torch.int64)
+            slots, context = torch.from_numpy(part.slots), inputs.bucket.context
+            inputs.slots[row, :count] = slots
+            inputs.key_slots[row] = slots[0]
             inputs.key_slots[row, :length] = torch.from_numpy(part.context_slots)
-            inputs.slots[row, :count] = torch.from_numpy(part.slots)
+            inputs.key_slots[row, context : context + count] = slots
             temperature = part.sampling.temperature if _draws(part) else 0.0
             inputs.per_session[row] = torch.tensor([length, hashed_seed(part.sampling.seed), _bits(temperature)])
 
