@@ -111,6 +111,7 @@ def _tensor_parallel(settings: VerifySettings) -> StartedTransformers:
         kv_page_size=settings.kv_page_size,
         num_threads=settings.threads or None,
         feature_projection=resolve_drafter(settings.feature_projection) if settings.feature_projection else None,
+        graphs=settings.graphs,
     )
     return StartedTransformers(options, settings.model, settings.forward)
 

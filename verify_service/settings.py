@@ -105,8 +105,8 @@ class VerifySettings(ServiceSettings):
         ranked = sorted(self.model_fields_set & _RANKS_ONLY)
         if ranked and self.engine not in _ENGINES_WITH_RANKS:
             raise ValueError(f"{ranked[0]} is for the engines {' and '.join(_ENGINES_WITH_RANKS)}, this one is {self.engine}")
-        if self.graphs == "on" and (self.engine != "transformers" or self.tp_size > 1):
-            raise ValueError(f"graphs is on, it is for the transformers engine on 1 rank, not {self.engine} on {self.tp_size}")
+        if self.graphs == "on" and self.engine != "transformers":
+            raise ValueError(f"graphs is on, it is for the transformers engine, this one is {self.engine}")
         try:
             is_object = isinstance(self.sglang_arguments, dict)
         except json.JSONDecodeError as error:

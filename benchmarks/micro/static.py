@@ -2,7 +2,8 @@
 
 python -m benchmarks.micro.static [--model NAME] [--threads N] [--rounds N] [--output FILE]
 
-Both are measured in turns within one run, with contexts and trees that just fill their buckets; medians and their quotient.
+Both are measured in turns within one run, with contexts and trees that just fill their buckets; medians and their quotients, of
+wall time and of CPU time, which says what a step costs where other processes take the cores away in the middle of it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch starts its threads
 
@@ -39,15 +42,27 @@ def opened(engine: TransformersTarget, num_sessions: int, num_tokens: int) -> No
         engine.step([PrefillChunk(session, prompt[num_known:], last=True)])
 
 
-def scored(engine: TransformersTarget, num_nodes: int, num_sessions: int) -> float:
-    """Milliseconds of one step; all of it is thrown away but the root, which the next step writes over."""
+class Taken(NamedTuple):
+    """Milliseconds of one step, or of a median one."""
+
+    wall: float
+    cpu: float
+
+
+def scored(engine: TransformersTarget, num_nodes: int, num_sessions: int) -> Taken:
+    """One step; all of it is thrown away but the root, which the next step writes over."""
     tree = DraftTree(tuple(range(num_nodes)), (-1, *((node - 1) // 2 for node in range(1, num_nodes))))
-    started = time.perf_counter()
+    started = time.perf_counter(), time.process_time()
     engine.step([Scoring(session, tree) for session in range(num_sessions)])
-    taken = time.perf_counter() - started
+    taken = Taken((time.perf_counter() - started[0]) * 1e3, (time.process_time() - started[1]) * 1e3)
     for session in range(num_sessions):
         engine.keep(session, Acceptance((0,), 0))
-    return taken * 1e3
+    return taken
+
+
+def median(taken: Sequence[Taken]) -> Taken:
+    """Of each time by itself."""
+    return Taken(statistics.median(one.wall for one in taken), statistics.median(one.cpu for one in taken))
 
 
 def main() -> None:
@@ -65,16 +80,21 @@ def main() -> None:
         for engine in engines.values():
             opened(engine, num_sessions, CONTEXT_TOKENS - asked.rounds - 2)
             scored(engine, num_nodes, num_sessions)
-        taken: dict[str, list[float]] = {mode: [] for mode in engines}
+        taken: dict[str, list[Taken]] = {mode: [] for mode in engines}
         for number in range(asked.rounds):
             for mode in sorted(engines, reverse=bool(number % 2)):
                 taken[mode].append(scored(engines[mode], num_nodes, num_sessions))
         for engine in engines.values():
             for session in range(num_sessions):
                 engine.release(session)
-        ragged, static = (statistics.median(taken[mode]) for mode in ("off", "on"))
-        rows.append({"nodes": num_nodes, "sessions": num_sessions, "ragged_ms": ragged, "static_ms": static})
-        print(f"{num_nodes:3} nodes x {num_sessions}: ragged {ragged:8.2f} ms, static {static:8.2f} ms, {static / ragged:.3f}")
+        ragged, static = median(taken["off"]), median(taken["on"])
+        rows.append({"nodes": num_nodes, "sessions": num_sessions, "ragged": ragged._asdict(), "static": static._asdict()})
+        wall, cpu = static.wall / ragged.wall, static.cpu / ragged.cpu
+        print(
+            f"{num_nodes:3} nodes x {num_sessions}: ragged {ragged.cpu:8.2f} ms of CPU, static {static.cpu:8.2f}, {cpu:.3f}",
+            end="",
+        )
+        print(f" (wall {ragged.wall:.2f}, {static.wall:.2f}, {wall:.3f})", flush=True)
     if asked.output is not None:
         asked.output.write_text(json.dumps({**provenance(), "steps": rows}, indent=2) + "\n")
 

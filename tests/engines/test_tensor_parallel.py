@@ -150,6 +150,18 @@ def test_two_ranks_are_one(two_ranks: Served, folder: Path, projection: Path) ->
     check_same(rounds(two_ranks.engine()), rounds(one_rank(folder, projection)))
 
 
+def test_two_ranks_on_static_buffers_are_one(folder: Path, projection: Path) -> None:
+    """The same rounds with every tree in a bucket, its choices brought together behind it."""
+    with served(folder, 2, feature_projection=projection, graphs="on", kv_page_size=8) as started:
+        engine = started.engine()
+        found = rounds(engine)
+        num_chunk_steps = engine.num_missed_graphs
+        check_same(found, rounds(one_rank(folder, projection)))
+        prefill(engine, 1, [1, 2, 3])
+        score(engine, 1, DraftTree.lone_root(4))
+        assert engine.num_missed_graphs == num_chunk_steps + 1
+
+
 def test_the_ranks_keep_what_was_asked_of_the_last_step(two_ranks: Served, folder: Path) -> None:
     """Processed probabilities of a node of a seeded, a truncated and a penalised session are those of one rank."""
     tree = DraftTree((4, 7, 8, 9), (-1, 0, 1, 0))

@@ -105,7 +105,7 @@ class Model:
     def static(self, *, captures: bool) -> StaticRunner:
         """On static buffers."""
         sizes = {"max_nodes": max(NUM_NODES), "max_context": self.context}
-        return StaticRunner(self.forward, self.vocabulary_size, captures=captures, **sizes)
+        return StaticRunner(self.forward, WholeRows(self.vocabulary_size), captures=captures, **sizes)
 
     def ragged(self) -> LocalRunner:
         """On ragged rows."""
@@ -256,6 +256,7 @@ def time_host(model: Model, scale: Scale, report: Report) -> None:
         marks.append(time.perf_counter())
         outputs = program.run()
         marks.append(time.perf_counter())
+        assert outputs.chosen is not None
         outputs.chosen.cpu()
         marks.append(time.perf_counter())
         for number, taken in enumerate(stages.values()):

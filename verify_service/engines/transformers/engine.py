@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -17,11 +16,9 @@ from verify_service.engines.transformers.lean import LeanForward
 from verify_service.engines.transformers.runner import LocalRunner, Runner
 from verify_service.engines.transformers.selection import ForwardKind, LoadedModel, load_model
 from verify_service.engines.transformers.session import Session, check_token_ids
-from verify_service.engines.transformers.static_step import StaticRunner
+from verify_service.engines.transformers.static_step import GraphsMode, StaticRunner
 from verify_service.kv.pages import PagedKv, Room
 from verify_service.kv.rows import SessionRows
-
-GraphsMode = Literal["auto", "on", "off"]
 
 
 class TransformersTarget:
@@ -226,5 +223,6 @@ def _runner(loaded: LoadedModel, graphs: GraphsMode, dtype: str, max_tree_nodes:
         if not isinstance(forward, LeanForward) or dtype == "int8":
             kind = "int8" if isinstance(forward, LeanForward) else "the forward of transformers"
             raise Unsupported(f"graphs are for the lean forward in float types, this is {kind}: set graphs to off")
-        return StaticRunner(forward, loaded.vocabulary_size, max_nodes=max_tree_nodes, max_context=loaded.max_context)
+        chooser = WholeRows(loaded.vocabulary_size)
+        return StaticRunner(forward, chooser, max_nodes=max_tree_nodes, max_context=loaded.max_context)
     return LocalRunner(forward, WholeRows(loaded.vocabulary_size))

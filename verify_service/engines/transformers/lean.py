@@ -107,6 +107,11 @@ class LeanForward:
         self.weight_bytes += embedding.numel() * precision.dtype.itemsize if architecture.tied_head else 0
 
     @property
+    def is_whole(self) -> bool:
+        """Whether its logits are of the whole vocabulary, there being no other rank."""
+        return self._shard.is_whole
+
+    @property
     def has_taps(self) -> bool:
         """Whether it makes features."""
         return self._taps is not None

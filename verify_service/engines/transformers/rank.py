@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from verify_service.attention.tree_attention import TreeAttention
-from verify_service.engine import Posterior, RankMemory
+from verify_service.engine import RankMemory
 from verify_service.engines.features import FeatureTaps
 from verify_service.engines.ranks import serving
 from verify_service.engines.ranks.interfaces import interface_towards
@@ -22,11 +21,15 @@ from verify_service.engines.transformers.architecture import Architecture
 from verify_service.engines.transformers.checkpoint import Checkpoint
 from verify_service.engines.transformers.group import DistributedGroup
 from verify_service.engines.transformers.lean import PRECISIONS, LeanForward
-from verify_service.engines.transformers.runner import LocalRunner
+from verify_service.engines.transformers.runner import LocalRunner, Runner
+from verify_service.engines.transformers.selection import longest_context
 from verify_service.engines.transformers.shard import Shard
 from verify_service.engines.transformers.sharded import ShardedRows
+from verify_service.engines.transformers.static_step import StaticRunner
 from verify_service.engines.transformers.tensor_parallel import (
+    StepAnswer,
     StepCommand,
+    TensorParallelOptions,
     TensorParallelPlan,
     TensorParallelReady,
     rank_memory,
@@ -96,7 +99,7 @@ class _Rank:
             architecture,
             Checkpoint(options.model_path),
             PRECISIONS[options.dtype],
-            TreeAttention(KvStore(PagedKv(options.kv_tokens, options.kv_page_size).num_slots)),
+            TreeAttention(KvStore(PagedKv(options.kv_tokens, options.kv_page_size).num_slots + 1)),  # one fills buckets
             plan.device,
             _taps(plan, architecture),
             shard,
@@ -104,7 +107,7 @@ class _Rank:
         )
         self.weight_bytes = forward.weight_bytes
         self._chooser = ShardedRows(architecture.vocabulary_size, shard, group)
-        self._runner = LocalRunner(forward, self._chooser)
+        self._runner = _runner(forward, self._chooser, options, architecture)
 
     def answer(self, command: object) -> object:
         """Rank 0's is for the parent."""
@@ -117,12 +120,20 @@ class _Rank:
             self._runner.move(moves)
         return self._step(command)
 
-    def _step(self, command: StepCommand) -> Sequence[Posterior] | NotFinite:
+    def _step(self, command: StepCommand) -> StepAnswer | NotFinite:
         try:
             posteriors = self._runner.step(command.parts)
         except FloatingPointError as error:
             return NotFinite(str(error))
-        return tuple(replace(posterior, distributions=None) for posterior in posteriors)
+        told = tuple(replace(posterior, distributions=None) for posterior in posteriors)
+        return StepAnswer(told, self._runner.num_missed_graphs)
+
+
+def _runner(forward: LeanForward, chooser: ShardedRows, options: TensorParallelOptions, architecture: Architecture) -> Runner:
+    if not options.uses_graphs:
+        return LocalRunner(forward, chooser)
+    longest = longest_context([architecture.max_context], options.max_context)
+    return StaticRunner(forward, chooser, max_nodes=options.max_tree_nodes, max_context=longest)
 
 
 def _taps(plan: TensorParallelPlan, architecture: Architecture) -> FeatureTaps | None:

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +23,15 @@ from treewire.core.tree import TokenLogProbs
 from verify_service.attention.tree_attention import fused_core
 from verify_service.engine import Posterior, SessionId
 from verify_service.engines.sampling import TensorDistributions, process
-from verify_service.engines.transformers.choices import WholeRows
+from verify_service.engines.transformers.choices import Chooser
 from verify_service.engines.transformers.lean import LeanForward
 from verify_service.engines.transformers.parts import Part
 from verify_service.engines.transformers.runner import LocalRunner
 from verify_service.kv.rows import Moves
 from verify_service.kv.store import KvStore
+
+GraphsMode = Literal["auto", "on", "off"]
+"""Whether trees run on static buffers; auto is on CUDA alone."""
 
 NUM_NODES = (1, 8, 17, 33, 65, 129, 257, 513)
 """Nodes of the buckets, root included."""
@@ -41,7 +44,7 @@ _NOT_FINITE = -1
 
 
 class Bucket(NamedTuple):
-    """What a step is padded to: sessions, nodes of each, committed tokens of each; `draws` if any session has noise."""
+    """What a step is padded to: sessions, nodes of each, committed tokens of each; `draws` if it makes noise."""
 
     batch_size: int
     num_nodes: int
@@ -108,9 +111,10 @@ class _Inputs:
 
 
 class _Outputs(NamedTuple):
-    """Where a bucket's results lie: choices int64 and logits float32, by session and node; features of the rows, if tapped."""
+    """Where a bucket's results lie: logits float32, by session and node, of this rank's vocabulary; choices int64, where a
+    rank has the whole of it; features of the rows, if tapped."""
 
-    chosen: Tensor
+    chosen: Tensor | None
     logits: Tensor
     features: Tensor | None
 
@@ -130,7 +134,7 @@ class _Program:
 
     def run(self) -> _Outputs:
         """Compute the host's numbers."""
-        self._inputs.numbers.copy_(self.host.numbers, non_blocking=True)
+        self._inputs.numbers.copy_(self.host.numbers)  # done when it returns: the host's are written anew for the next step
         if self._replay is None:
             return self._compute()
         self._replay()
@@ -165,7 +169,8 @@ class _Program:
         attention = StaticAttention(self._forward.store, inputs.key_slots, inputs.slots.flatten(), mask)
         rows, features = self._forward.rows(inputs.token_ids.flatten(), positions.flatten(), attention)
         logits = self._forward.head(rows).view(bucket.batch_size, bucket.num_nodes, -1)
-        return _Outputs(self._chosen(logits, positions, depths), logits, features)
+        chosen = self._chosen(logits, positions, depths) if self._forward.is_whole else None
+        return _Outputs(chosen, logits, features)
 
     def _chosen(self, logits: Tensor, positions: Tensor, depths: Tensor) -> Tensor:
         """The best of each row, of equals the lower id; -1 where no best is finite."""
@@ -197,10 +202,10 @@ class StaticRunner:
     """
 
     def __init__(
-        self, forward: LeanForward, vocabulary_size: int, *, max_nodes: int, max_context: int, captures: bool = True
+        self, forward: LeanForward, chooser: Chooser, *, max_nodes: int, max_context: int, captures: bool = True
     ) -> None:
         self._forward = forward
-        self._chooser = WholeRows(vocabulary_size)
+        self._chooser = chooser
         self._ragged = LocalRunner(forward, self._chooser)
         self._num_nodes = _up_to(NUM_NODES, max_nodes)
         self._contexts = _contexts(max_context)
@@ -218,8 +223,8 @@ class StaticRunner:
         program = self.program(bucket)
         self.write(program.host, parts)
         outputs = program.run()
-        chosen = outputs.chosen.cpu()
-        return [self._posterior(part, number, chosen[number], outputs) for number, part in enumerate(parts)]
+        posteriors = self._posteriors(parts, outputs)
+        return [self._with_features(*each, outputs) for each in zip(parts, range(len(parts)), posteriors, strict=True)]
 
     def move(self, moves: Moves) -> None:
         """Copy rows of the KV store."""
@@ -238,7 +243,8 @@ class StaticRunner:
         context = _smallest(self._contexts, max(len(part.context_slots) for part in parts))
         if batch_size is None or num_nodes is None or context is None:
             return None
-        return Bucket(batch_size, num_nodes, context, any(_draws(part) for part in parts))
+        draws = self._forward.is_whole and any(_draws(part) for part in parts)
+        return Bucket(batch_size, num_nodes, context, draws)
 
     def program(self, bucket: Bucket) -> _Program:
         """A bucket's program, captured if this machine captures."""
@@ -272,21 +278,32 @@ class StaticRunner:
             temperature = part.sampling.temperature if _draws(part) else 0.0
             inputs.per_session[row] = torch.tensor([length, hashed_seed(part.sampling.seed), _bits(temperature)])
 
-    def _posterior(self, part: Part, row: int, chosen: Tensor, outputs: _Outputs) -> Posterior:
-        """Of one session; what its bucket did not choose for it is chosen from the bucket's logits."""
-        count = len(part)
-        logits = outputs.logits[row, :count]
-        features = None
-        if part.wants_features and outputs.features is not None:
-            first = row * outputs.chosen.shape[1]
-            features = outputs.features[first : first + count].cpu().numpy()
-        if not _is_plain(part):
-            (posterior,) = self._chooser.posteriors([part], [logits])
-            return replace(posterior, features=features)
-        token_ids = tuple(chosen[:count].tolist())
-        if _NOT_FINITE in token_ids:
-            raise FloatingPointError("the target's logits are not finite")
-        return Posterior(token_ids, features=features, distributions=_Later(part, logits))
+    def _posteriors(self, parts: Sequence[Part], outputs: _Outputs) -> Sequence[Posterior]:
+        """One for each part; what its bucket did not choose for it is chosen from the bucket's logits."""
+        logits = [outputs.logits[row, : len(part)] for row, part in enumerate(parts)]
+        if outputs.chosen is None:
+            return self._chooser.posteriors(parts, logits)
+        chosen = outputs.chosen.cpu()
+        return [
+            _plain_posterior(part, logits[row], chosen[row])
+            if _is_plain(part)
+            else self._chooser.posteriors([part], logits[row : row + 1])[0]
+            for row, part in enumerate(parts)
+        ]
+
+    def _with_features(self, part: Part, row: int, posterior: Posterior, outputs: _Outputs) -> Posterior:
+        if not part.wants_features or outputs.features is None:
+            return posterior
+        first = row * outputs.logits.shape[1]
+        return replace(posterior, features=outputs.features[first : first + len(part)].cpu().numpy())
+
+
+def _plain_posterior(part: Part, logits: Tensor, chosen: Tensor) -> Posterior:
+    """Of choices that the bucket made."""
+    token_ids = tuple(chosen[: len(part)].tolist())
+    if _NOT_FINITE in token_ids:
+        raise FloatingPointError("the target's logits are not finite")
+    return Posterior(token_ids, distributions=_Later(part, logits))
 
 
 class _Later:

@@ -21,6 +21,7 @@ from verify_service.engines.transformers.engine import TransformersTarget
 from verify_service.engines.transformers.parts import Part
 from verify_service.engines.transformers.selection import ForwardKind, longest_context
 from verify_service.engines.transformers.shard import Shard, check_shards
+from verify_service.engines.transformers.static_step import GraphsMode
 from verify_service.kv.pages import PagedKv
 from verify_service.kv.rows import Moves
 
@@ -53,6 +54,7 @@ class TensorParallelOptions:
     kv_page_size: int = 1
     num_threads: int | None = None
     feature_projection: Path | None = None
+    graphs: GraphsMode = "auto"
 
     def __post_init__(self) -> None:
         if self.tp_size < 1 or self.nnodes < 1 or self.tp_size % self.nnodes:
@@ -63,6 +65,11 @@ class TensorParallelOptions:
             raise ValueError(f"dist_init_addr is not set: with nnodes {self.nnodes} the ranks meet at host:port of machine 0")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device is {self.device}: ranks run on cpu, or on cuda from base_gpu_id on")
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether trees run on static buffers."""
+        return self.graphs == "on" or (self.graphs == "auto" and self.device == "cuda")
 
     @property
     def local_ranks(self) -> range:
@@ -97,6 +104,14 @@ class StepCommand:
 
 
 @dataclass(frozen=True)
+class StepAnswer:
+    """One posterior a part, in order; how many steps ran outside graphs so far."""
+
+    posteriors: tuple[Posterior, ...]
+    num_missed_graphs: int
+
+
+@dataclass(frozen=True)
 class TensorParallelReady:
     """The model is loaded; what each rank holds, in order."""
 
@@ -120,7 +135,9 @@ class RemoteRunner:
         command = StepCommand(tuple(self._forgotten), tuple(self._moves), tuple(parts))
         self._forgotten.clear()
         self._moves.clear()
-        posteriors: Sequence[Posterior] = self._ranks.step(command)
+        answer: StepAnswer = self._ranks.step(command)
+        self.num_missed_graphs = answer.num_missed_graphs
+        posteriors = answer.posteriors
         return [
             replace(posterior, distributions=RankDistributions(self._ranks, number)) if posterior.token_ids else posterior
             for number, posterior in enumerate(posteriors)
