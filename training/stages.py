@@ -22,6 +22,7 @@ from training.generation import Answering, answer
 from training.learners.warm_start import likeliest_candidates
 from training.recipes import Lesson, Recipe, RecurrentRecipe, Shape, make_recipe
 from training.report import acceptance_lengths, ngram_length
+from training.shipping import WEIGHTS as SHIPPED_WEIGHTS
 from training.shipping import DataSource, Fingerprint, Story
 from training.speed import Price, price
 from training.target import Target
@@ -182,6 +183,22 @@ def _candidates(captured: Captured, target: Target, workspace: Workspace, num_ca
         chosen = likeliest_candidates(captured.token_counts(target.vocabulary_size), num_candidates)
         workspace.candidates.write_text(json.dumps(chosen.tolist()))
     return torch.tensor(json.loads(workspace.candidates.read_text()))
+
+
+def adopt_candidates(workspace: Workspace, shipped: Path) -> None:
+    """Let a workspace's drafters guess the tokens that a shipped drafter guesses. Raises ValueError if it guesses others."""
+    token_ids = load_file(shipped / SHIPPED_WEIGHTS)["candidate_ids"].tolist()
+    if workspace.candidates.exists() and json.loads(workspace.candidates.read_text()) != token_ids:
+        raise ValueError(f"{shipped} guesses other tokens than {workspace.candidates} lists: take another cache directory")
+    workspace.candidates.write_text(json.dumps(token_ids))
+
+
+def start_from(recipe: Recipe, shipped: Path) -> None:
+    """Put a shipped drafter's weights into a fresh one. Raises ValueError if their shapes differ."""
+    try:
+        recipe.drafter.load_state_dict(load_file(shipped / SHIPPED_WEIGHTS))
+    except RuntimeError as error:
+        raise ValueError(f"{shipped} has another shape than this run's drafter: {error}") from error
 
 
 def restore(recipe: Recipe, run_directory: Path) -> Progress:
