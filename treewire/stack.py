@@ -229,6 +229,11 @@ class Stack:
         return self._children[Service.GATEWAY].address
 
     @property
+    def addresses(self) -> dict[Service, str]:
+        """Where each service listens, "host:port"."""
+        return {service: child.address for service, child in self._children.items()}
+
+    @property
     def http_url(self) -> str:
         """Where the gateway's HTTP door is, "http://host:port"; empty without one."""
         return self._children[Service.GATEWAY].http_url
