@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from gateway.adaptive import Learned
 from gateway.admission import Admission
 from gateway.failover import FailoverPatience
 from gateway.generations import Generations, Serving
@@ -31,6 +32,9 @@ from treewire.v1 import draft_pb2, generate_pb2, generate_pb2_grpc, tree_pb2, ve
 SERVICE = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full_name
 _VERIFY = verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name
 _DRAFT = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
+FALLBACK_BUDGET = 8
+"""Nodes of a draft tree where the budget is to be adaptive and the target tells no prices."""
+
 _NO_LIMIT = 2**31 - 1  # what the field of the contract holds
 
 
@@ -81,7 +85,8 @@ class GatewayProcess:
         await upstreams.meet_drafter()
         limits = request_limits(settings, target, tokenization)
         weights = BranchWeights(settings.log_prob_weight, settings.noise_weight)
-        self.generations.start(Serving(tokenization, limits, settings.model, upstreams, weights))
+        learned = Learned(max(1, limits.adaptive_budget))
+        self.generations.start(Serving(tokenization, limits, settings.model, upstreams, weights, learned))
 
 
 def request_limits(settings: GatewaySettings, target: verify_pb2.VerifyLimits, tokenization: Tokenization) -> RequestLimits:
@@ -93,7 +98,8 @@ def request_limits(settings: GatewaySettings, target: verify_pb2.VerifyLimits, t
         max_prompt_tokens=settings.max_prompt_tokens or target.max_context,
         max_output_tokens=settings.max_output_tokens or _NO_LIMIT,
         max_budget=max_budget,
-        default_budget=min(settings.budget, max_budget),
+        default_budget=min(FALLBACK_BUDGET if settings.budget == "auto" else settings.budget, max_budget),
+        adaptive_budget=min(settings.adaptive_budget, max_budget) if settings.budget == "auto" else 0,
         max_width=settings.width,
         default_max_tokens=settings.max_tokens,
         default_temperature=settings.temperature,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc
 import stamina
 
+from gateway.costs import TargetCosts
 from gateway.features import FeatureLog, FeaturesGone, num_positions
 from treewire import wire
 from treewire.core.build import BuiltTree
@@ -93,8 +95,10 @@ class VerifySession:
     round_timeout_seconds: float
     length: int
     vocabulary_size: int
+    costs: TargetCosts
     features: FeatureLog | None = None
     scored: verify_pb2.Scored | None = None
+    host_seconds: Mapping[str, float] = field(default_factory=dict)
 
     async def prefill(self) -> Commit:
         """The first token after the prompt. Features that come while the prefill runs are put where the drafter finds them."""
@@ -103,11 +107,19 @@ class VerifySession:
         return self._committed(response.commit)
 
     async def verify(self, built: BuiltTree) -> Commit:
-        """What the target accepts of the tree, and its bonus token. `scored` holds the whole answer."""
+        """What the target accepts of the tree, and its bonus token. `scored` holds the whole answer, `host_seconds` the time
+        that its two ends took to write and read messages."""
+        started = time.perf_counter()
+        request = verify_pb2.VerifyRequest(tree=wire.tree_to_message(built.tree))
+        encoded = time.perf_counter()
         async with _deadline(self.round_timeout_seconds, "verify"):
-            await _write(self.call, verify_pb2.VerifyRequest(tree=wire.tree_to_message(built.tree)), "verify")
+            await _write(self.call, request, "verify")
             self.scored = (await self._answer()).scored
-        return self._committed(self.scored.commit)
+        answered = time.perf_counter()
+        commit = self._committed(self.scored.commit)
+        self.host_seconds = {"encode": encoded - started, "decode": time.perf_counter() - answered}
+        self.costs.observe(self.scored, answered - started)
+        return commit
 
     async def _answer(self) -> verify_pb2.VerifyResponse:
         """The next message that is not features; those before it are kept. Never waits for the drafter."""
@@ -133,9 +145,14 @@ async def _deadline(seconds: float, stage: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def verify_session(
-    channel: grpc.aio.Channel, request: SessionRequest, *, prefill_timeout_seconds: float, round_timeout_seconds: float
+    channel: grpc.aio.Channel,
+    request: SessionRequest,
+    costs: TargetCosts,
+    *,
+    prefill_timeout_seconds: float,
+    round_timeout_seconds: float,
 ) -> AsyncIterator[VerifySession]:
-    """A session of the verify service, from open to the end of its stream."""
+    """A session of the verify service, from open to the end of its stream. `costs` are told its prices and its steps."""
     call = verify_pb2_grpc.VerifyServiceStub(channel).Verify(metadata=request.metadata)
     try:
         opening = verify_pb2.VerifyOpen(
@@ -151,12 +168,14 @@ async def verify_session(
         async with _deadline(prefill_timeout_seconds, "open"):
             await _write(call, verify_pb2.VerifyRequest(open=opening), "verify")
             limits = (await _read(call, "verify")).accepted_open
+        costs.tell(limits.prices)
         yield VerifySession(
             call,
             prefill_timeout_seconds,
             round_timeout_seconds,
             len(request.prompt),
             limits.fingerprint.vocabulary_size,
+            costs,
             request.features,
         )
     finally:
@@ -177,6 +196,7 @@ class DraftStream:
     vocabulary_size: int
     features: FeatureLog | None = None
     num_features: int = 0
+    step_seconds: float = 0.0
 
     def takes(self, length: int) -> bool:
         """True if the drafter can follow a sequence of this length."""
@@ -190,13 +210,15 @@ class DraftStream:
             self.num_features += num_positions(message)
 
     async def propose(self, commit: Commit) -> Marginals:
-        """Send a commit, behind its features, and read the blocks of its proposal."""
+        """Send a commit, behind its features, and read the blocks of its proposal. `step_seconds` holds what its step took."""
         await self.feed(commit.length - 1)
         await _write(self.call, draft_pb2.DraftRequest(commit=wire.commit_to_message(commit)), "draft")
         self.length = commit.length
         blocks: list[tree_pb2.Marginals] = []
         while not blocks or not blocks[-1].last:
-            blocks.append((await _read(self.call, "draft")).marginals)
+            response = await _read(self.call, "draft")
+            blocks.append(response.marginals)
+            self.step_seconds = response.step_seconds
             if len(blocks) > max(1, self.limits.horizon):
                 raise InvalidRequest(f"the draft service sent {len(blocks)} blocks for {self.limits.horizon} depths")
         return wire.marginals_from_messages(
@@ -265,34 +287,55 @@ class DraftSession:
         self._on_lost = on_lost
         self._num_losses = 0
         self._opening: asyncio.Task[DraftStream] | None = None
+        self._asked: asyncio.Task[Marginals] | None = None
+        self.step_seconds: float | None = None
 
     async def __aenter__(self) -> DraftSession:
         self._opening = asyncio.create_task(self._fed_stream())
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._asked is not None:
+            self._asked.cancel()
         self._close()
 
-    async def propose(self, commit: Commit) -> Marginals:
-        """Guesses at what follows the commit; empty if the drafter has none in time."""
+    async def ask(self, commit: Commit) -> None:
+        """Send the commit, and those that were skipped, for guesses at what follows: if the drafter is at hand, now."""
+        self.skip(commit)
+        self._asked = asyncio.create_task(self._answer(commit.length))
+        await asyncio.sleep(0)  # the task begins, and comes as far as the sent message
+
+    def skip(self, commit: Commit) -> None:
+        """Go on without guesses at what follows this commit."""
         self._tokens.extend(commit.token_ids)
+
+    async def propose(self) -> Marginals:
+        """What was asked for; empty if the drafter has no guess in time. `step_seconds` holds what its step took, None if it
+        did not answer."""
+        assert self._asked is not None, "guesses are asked for first"
+        return await self._asked
+
+    async def _answer(self, length: int) -> Marginals:
+        self.step_seconds = None
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return await self._proposed(commit)
+                return await self._proposed(length)
         except TimeoutError:
             self._lose(f"no answer within {self._timeout_seconds:g} s")
         except TreewireError as error:
             self._lose(error.message, passing=isinstance(error, _PASSING))
         return Marginals.empty()
 
-    async def _proposed(self, commit: Commit) -> Marginals:
+    async def _proposed(self, length: int) -> Marginals:
         if self._opening is None or (self._num_losses and not self._opening.done()):
             return Marginals.empty()
         stream = await asyncio.shield(self._opening)
-        if not stream.takes(commit.length):
+        if not stream.takes(length):
             self._close()
             return Marginals.empty()
-        return await stream.propose(Commit(tuple(self._tokens[stream.length :]), commit.length))
+        marginals = await stream.propose(Commit(tuple(self._tokens[stream.length :]), length))
+        self.step_seconds = stream.step_seconds
+        return marginals
 
     async def _fed_stream(self) -> DraftStream:
         """A stream that continues the tokens committed by now, and has been sent what the drafter reads of them."""
@@ -335,12 +378,20 @@ class DraftSession:
 class NoDrafter:
     """The session of a gateway without a drafter: plain decoding in the same loop."""
 
+    step_seconds: float | None = None
+
     async def __aenter__(self) -> NoDrafter:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    async def propose(self, commit: Commit) -> Marginals:
+    async def ask(self, commit: Commit) -> None:
+        """There is nobody to ask."""
+
+    def skip(self, commit: Commit) -> None:
+        """There is nobody to leave out."""
+
+    async def propose(self) -> Marginals:
         """No guess."""
         return Marginals.empty()

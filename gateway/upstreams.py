@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from functools import partial
 import grpc
 import stamina
 
+from gateway.costs import TargetCosts
 from gateway.failover import FailoverPatience, Reason, ResilientVerifySession
 from gateway.features import FeatureLog, FeaturesGone
-from gateway.generation import Drafting
 from gateway.replicas import Replica, Replicas
 from gateway.requests import GenerationRequest
 from gateway.sessions import (
@@ -66,11 +67,17 @@ class Upstreams:
         self._patience = patience
         self._metrics = metrics
         self._drafter_reads_features = False
+        self._costs: defaultdict[str, TargetCosts] = defaultdict(TargetCosts)
 
     @property
     def target(self) -> tree_pb2.Fingerprint:
         """The target that the gateway met at its start; another one is refused at open."""
         return self._limits.fingerprint
+
+    @property
+    def has_drafter(self) -> bool:
+        """True if there is a drafter to ask, whether or not it answers."""
+        return self._draft is not None
 
     @property
     def horizon(self) -> int:
@@ -114,7 +121,7 @@ class Upstreams:
     def _note(self, limits: draft_pb2.DraftLimits) -> None:
         self._drafter_reads_features = limits.needs_features
 
-    def verify_session(self, request: SessionRequest) -> AbstractAsyncContextManager[ResilientVerifySession]:
+    def verify_session(self, request: SessionRequest) -> ResilientVerifySession:
         """A session on the target, whichever of its replicas it is on."""
         return ResilientVerifySession(self._verify, self._open_verify, request, self._patience.failover, self._count_failover)
 
@@ -122,6 +129,7 @@ class Upstreams:
         return verify_session(
             replica.channel,
             request,
+            self._costs[replica.address],
             prefill_timeout_seconds=self._patience.prefill_seconds,
             round_timeout_seconds=self._patience.verify_seconds,
         )
@@ -131,7 +139,7 @@ class Upstreams:
 
     def draft_session(
         self, request: SessionRequest, *, budget: int, width: int, on_lost: Callable[[], None]
-    ) -> AbstractAsyncContextManager[Drafting]:
+    ) -> DraftSession | NoDrafter:
         """A session on the drafter; one that never proposes if there is none or the budget leaves no room."""
         if self._draft is None or budget == 0:
             return NoDrafter()

@@ -153,7 +153,7 @@ def _seconds_per_token(generation: Generation) -> float:
 
 
 def _stage_shares(generations: Sequence[Generation]) -> dict[str, float]:
-    stages = sorted({stage for each in generations for stage in each.statistics.stage_seconds})
+    stages = sorted({stage for each in generations for stage in each.statistics.stage_seconds if "." not in stage})
     seconds = {stage: fmean(each.statistics.stage_seconds.get(stage, 0.0) for each in generations) for stage in stages}
     total = sum(seconds.values()) or 1.0
     return {stage: value / total for stage, value in seconds.items()}

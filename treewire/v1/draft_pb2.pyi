@@ -159,6 +159,9 @@ class DraftResponse(_message.Message):
 
     ACCEPTED_OPEN_FIELD_NUMBER: _builtins.int
     MARGINALS_FIELD_NUMBER: _builtins.int
+    STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    step_seconds: _builtins.float
+    """With the last block: seconds that the step took on the drafter, for the stage times."""
     @_builtins.property
     def accepted_open(self) -> Global___DraftLimits:
         """The session is open, within these limits."""
@@ -172,10 +175,11 @@ class DraftResponse(_message.Message):
         *,
         accepted_open: Global___DraftLimits | None = ...,
         marginals: _tree_pb2.Marginals | None = ...,
+        step_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accepted_open", b"accepted_open", "event", b"event", "marginals", b"marginals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_open", b"accepted_open", "event", b"event", "marginals", b"marginals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_open", b"accepted_open", "event", b"event", "marginals", b"marginals", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted_open", "marginals"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
