@@ -16,7 +16,7 @@ from treewire.core.tree import Commit, Marginals
 from treewire.v1 import verify_pb2
 
 _MOST_TEMPERATURES = 20  # told apart, a tenth each
-_LONGEST_DRAFT = 4.0  # times the mean: a longer one was held up by something that is not its price
+LONGEST_DRAFT = 4.0  # times the mean: a longer one was held up by something that is not its price
 
 
 class ScoredVerifying(Protocol):
@@ -156,7 +156,7 @@ class AdaptiveBudget:
         """A draft, and the tree made of it, held the round up so long. A generation's first one waits for the prefill."""
         self._num_drafts += 1
         if self._num_drafts > 1:
-            self._draft_seconds.update(min(seconds, _LONGEST_DRAFT * self._draft_seconds.value(seconds)))
+            self._draft_seconds.update(min(seconds, LONGEST_DRAFT * self._draft_seconds.value(seconds)))
 
 
 class _AdaptiveDrafting:

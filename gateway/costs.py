@@ -30,9 +30,13 @@ class Average:
 
 
 class TargetCosts:
-    """The price of steps on one replica of the target, the batch that they run at, and the time that is lost around them."""
+    """The price of steps on one replica of the target, the batch that they run at, and the time that is lost around them.
+
+    `num_sessions` are those that share its steps.
+    """
 
     def __init__(self) -> None:
+        self.num_sessions = 0
         self._prices: PriceTable | None = None
         self._curves: dict[tuple[int, int], Curve] = {}
         self._batch_size = Average()
@@ -68,5 +72,12 @@ class TargetCosts:
         key = (max_budget, round(batch_size))
         if key not in self._curves:
             self._curves[key] = self._prices.curve(max_budget + 1, key[1])
-        overhead = Overhead(self._wire_seconds.value(0.0), draft_seconds)
-        return RoundCosts(self._curves[key], batch_size, overhead, self._waiting.value(0.0))
+        curve = self._curves[key]
+        overhead = Overhead(self._wire_seconds.value(0.0), self._draft_overhead(draft_seconds, float(curve[0]), batch_size))
+        return RoundCosts(curve, batch_size, overhead, self._waiting.value(0.0))
+
+    def _draft_overhead(self, draft_seconds: float, step_seconds: float, batch_size: float) -> float:
+        """What a draft adds to a round: nothing while the target is busy with the sessions that are not in this batch."""
+        others = (self.num_sessions / batch_size - 1.0) * step_seconds
+        wire_seconds = self._wire_seconds.value(0.0)
+        return max(wire_seconds + draft_seconds, others) - max(wire_seconds, others)

@@ -154,6 +154,7 @@ async def verify_session(
 ) -> AsyncIterator[VerifySession]:
     """A session of the verify service, from open to the end of its stream. `costs` are told its prices and its steps."""
     call = verify_pb2_grpc.VerifyServiceStub(channel).Verify(metadata=request.metadata)
+    costs.num_sessions += 1
     try:
         opening = verify_pb2.VerifyOpen(
             protocol_version=wire.PROTOCOL_VERSION,
@@ -179,6 +180,7 @@ async def verify_session(
             request.features,
         )
     finally:
+        costs.num_sessions -= 1
         call.cancel()
 
 

@@ -121,6 +121,7 @@ class Recorder:
 
     async def record(self, prompt: tuple[int, ...]) -> Observed:
         """Decode one answer; the drafter is asked after every token but the last."""
+        from gateway.costs import TargetCosts
         from gateway.features import FeatureLog
         from gateway.sessions import SessionRequest, open_draft_stream, verify_session
 
@@ -134,7 +135,7 @@ class Recorder:
             features=FeatureLog(_FEATURE_BYTES) if drafter.needs_features else None,
         )
         patience = {"prefill_timeout_seconds": _PATIENCE_SECONDS, "round_timeout_seconds": _PATIENCE_SECONDS}
-        async with verify_session(self._verify, request, **patience) as verifying:
+        async with verify_session(self._verify, request, TargetCosts(), **patience) as verifying:
             commit = await verifying.prefill()
             drafting = await open_draft_stream(
                 self._draft,

@@ -299,9 +299,9 @@ class Simulation:
         stepped = generation.stepped
         times = RoundTimes(
             draft_seconds=generation.draft_seconds if generation.num_drafts > 1 else None,
+            verify_seconds=self._agenda.now - generation.sent_at,
             queue_seconds=generation.queue_seconds,
             step_seconds=stepped.seconds,
-            wire_seconds=self._agenda.now - generation.sent_at - generation.queue_seconds - stepped.seconds,
             batch_size=stepped.batch_size,
             num_sessions=generation.verify.num_sessions,
         )
