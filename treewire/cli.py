@@ -24,11 +24,12 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from treewire import __version__
+from treewire import __version__, bench_plots
 from treewire import acceptance as report
-from treewire.bench import PROMPTS, Plan, Row, measure, to_json
+from treewire.bench import PROMPTS, Plan, Row, measure, step_prices, to_json
 from treewire.calibrate import recorded_choices, to_toml
 from treewire.client import AsyncClient, Client
+from treewire.core.budget import StepPrice
 from treewire.core.calibration import fit
 from treewire.errors import TreewireError, from_rpc_error
 from treewire.events import Chunk, Round
@@ -487,16 +488,20 @@ def bench(
     threads: _Threads = None,
     dtype: _Dtype = StackOptions.dtype,
     output: Annotated[Path | None, typer.Option(help="File for the rows, as JSON.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the figures into this file.")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Measure plain decoding, chains and trees over concurrency, side by side in one run."""
+    """Measure plain decoding, chains, trees and the adaptive budget over concurrency, side by side in one run."""
+    _check_png(png)
     plan = Plan.quick() if quick else Plan()
     with _failures_told():
         if address is not None:
-            rows = _run(_measured(address, plan, _console()))
+            rows, prices = _run(_measured(address, plan, _console())), list[StepPrice]()
         else:
             options = _stack_options(target=target, drafter=drafter, port=0, threads=threads, dtype=dtype)
-            rows = _run(_benched(options, plan))
+            rows, prices = _run(_benched(options, plan))
+    if png is not None:
+        bench_plots.draw(rows, prices, png)
     if output is not None:
         output.write_text(json.dumps(to_json(rows), indent=1) + "\n")
     if as_json:
@@ -505,10 +510,11 @@ def bench(
         Console().print(_bench_table(rows))
 
 
-async def _benched(options: StackOptions, plan: Plan) -> list[Row]:
+async def _benched(options: StackOptions, plan: Plan) -> tuple[list[Row], list[StepPrice]]:
     console = _console()
     async with _started(options, console) as stack:
-        return await _measured(stack.address, plan, console)
+        rows = await _measured(stack.address, plan, console)
+        return rows, await step_prices(stack.addresses[Service.VERIFY])
 
 
 async def _measured(address: str, plan: Plan, console: Console) -> list[Row]:
