@@ -97,8 +97,8 @@ def page() -> str:
     lines = [
         "# Benchmarks",
         "",
-        f"Written by `{_COMMAND}` from the files of `benchmarks/results`; edit neither. Figures are of the machine and the commit",
-        "that each section names, and of no other.",
+        f"Written by `{_COMMAND}` from the files of `benchmarks/results`; edit neither. Figures are of the machine and the",
+        "commit that each section names, and of no other.",
     ]
     for section in SECTIONS:
         lines += ["", f"## {section.title}", "", *_section(section)]
