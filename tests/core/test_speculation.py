@@ -169,7 +169,7 @@ def test_a_drafter_that_has_become_better_is_found_out() -> None:
     costs = costs_of(PRICES["cpu"], drafter, 1)
     speculation = Speculation(MAX_BUDGET)
     _played([Guess(DRAFTERS["bad"], rng) for _ in range(1000)], costs, 1, speculation)
-    assert not any(speculation.asks(costs) for _ in range(8))
+    assert sum(speculation.asks(costs) for _ in range(40)) <= 2
     _played([Guess(DRAFTERS["good"], rng) for _ in range(1200)], costs, 1, speculation)
     assert sum(speculation.asks(costs) for _ in range(20)) == 20
 

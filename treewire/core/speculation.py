@@ -91,13 +91,15 @@ class Speculation:
         self.calibration = Calibration()
         self._recent: deque[BuiltTree] = deque(maxlen=_NUM_RECENT)
         self._plan = _Plan(asks=True, tokens_per_second=0.0)
+        self._num_planned = 0
         self._num_decisions = 0
         self._savings_rounds = _FIRST_SAVINGS
 
     def asks(self, costs: RoundCosts) -> bool:
         """True if this round's draft is worth its time, or is due as a trial. To be called once a round, before the draft."""
-        if self._num_decisions % _ROUNDS_A_PLAN == 0:
-            self._plan = self._planned(costs)
+        is_learning = self._num_planned < min(len(self._recent), _NUM_RECENT)
+        if is_learning or self._num_decisions % _ROUNDS_A_PLAN == 0:
+            self._plan, self._num_planned = self._planned(costs), len(self._recent)
         self._num_decisions += 1
         seconds = costs.shared_seconds(0)
         trial_rounds = (costs.overhead.draft_seconds + float(seconds[self._num_explored] - seconds[0])) / costs.plain_seconds
