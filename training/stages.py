@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draft_service.engines.precision import mixed_precision
 from training import sources
 from training.batches import Captured
 from training.capture import capture_shard
@@ -20,7 +21,6 @@ from training.checkpoints import Progress, read_progress
 from training.corpus import Generation, append_generations, read_generations
 from training.generation import Answering, answer
 from training.learners.warm_start import likeliest_candidates
-from training.precision import mixed_precision
 from training.recipes import Lesson, Recipe, RecurrentRecipe, Shape, make_recipe
 from training.report import acceptance_lengths, ngram_length
 from training.shipping import WEIGHTS as SHIPPED_WEIGHTS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from training.precision import bfloat16_pays
+from draft_service.engines.precision import bfloat16_pays
 
 RMS_EPSILON = 1e-6
 

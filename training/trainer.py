@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from draft_service.engines.precision import mixed_precision
 from training.batches import Batch, Captured, epoch_plan
 from training.checkpoints import Evaluated, Progress, load_checkpoint, save_checkpoint
-from training.precision import mixed_precision
 
 CHECKPOINT = "checkpoint"
 

@@ -13,3 +13,8 @@ def bfloat16_pays() -> bool:
 def mixed_precision() -> torch.autocast:
     """Matrix products in bfloat16 where that pays, else in float32."""
     return torch.autocast("cpu", torch.bfloat16, enabled=bfloat16_pays())
+
+
+def product_dtype() -> torch.dtype:
+    """The dtype for large matrix products that autocast does not reach."""
+    return torch.bfloat16 if bfloat16_pays() else torch.float32
