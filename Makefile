@@ -7,7 +7,7 @@ PROTO_OUT ?= .
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 .DEFAULT_GOAL := help
 
-.PHONY: help install demo test test-browser chromium test-sglang gpu-check-sglang lint format proto conformance-reference compose-test bench bench-micro bench-overhead bench-split bench-memory soak bench-ablation docs-reference chaos load clean
+.PHONY: help install demo test test-browser chromium test-sglang gpu-check-sglang lint format proto conformance-reference compose-test bench bench-micro bench-overhead bench-adaptive bench-split bench-memory soak bench-ablation docs-reference chaos load clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -101,6 +101,9 @@ bench-micro: install ## time the pure core: tree building, noise, visibility, ac
 
 bench-overhead: install ## host time of a round beside the models, and rounds a second of 64 streams
 	$(BIN)/python -m benchmarks.micro.overhead --json benchmarks/results/overhead.json
+
+bench-adaptive: install ## the adaptive budget beside fixed ones and plain decoding, 1 to 16 streams
+	$(BIN)/python -m benchmarks.adaptive --json benchmarks/results/adaptive.json
 
 bench-split: install ## the price of the split: three processes beside one, on the same model
 	$(BIN)/python -m benchmarks.split --json benchmarks/results/split.json

@@ -56,8 +56,8 @@ class TimedDrafter(SimulatedDrafter):
 
 
 async def test_target_works_while_a_draft_is_in_flight() -> None:
-    """Two sessions that are out of step: nearly all of the drafts' time lies within steps of the target, whose counted busy time
-    is that of its steps; and a step begins as soon as the one before it has ended and a tree is there."""
+    """Two sessions that are out of step: nearly all of the drafts' time lies within steps of the target, and a step begins as
+    soon as the one before it has ended and a tree is there. The busy time that is counted is that of the steps."""
     target = TimedTarget(MODEL, step_seconds=STEP_SECONDS)
     drafter = TimedDrafter(MODEL, faults=DrafterFaults(step_seconds=DRAFT_SECONDS))
     target.steps, drafter.steps = [], []
