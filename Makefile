@@ -7,7 +7,7 @@ PROTO_OUT ?= .
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 .DEFAULT_GOAL := help
 
-.PHONY: help install demo test test-browser chromium test-sglang gpu-check-sglang lint format proto conformance-reference compose-test bench peers simulator-check docs-benchmarks bench-micro bench-ablation docs-reference chaos load clean
+.PHONY: help install demo test test-browser chromium test-sglang gpu-check-sglang lint format proto conformance-reference compose-test bench peers simulator-check docs-benchmarks bench-micro bench-overhead bench-adaptive bench-split bench-memory soak bench-ablation docs-reference chaos load clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,6 +116,21 @@ docs-benchmarks: install ## write docs/benchmarks.md anew from benchmarks/result
 
 bench-micro: install ## time the pure core: tree building, noise, visibility, acceptance
 	$(BIN)/python -m benchmarks.micro.core
+
+bench-overhead: install ## host time of a round beside the models, and rounds a second of 64 streams
+	$(BIN)/python -m benchmarks.micro.overhead --json benchmarks/results/overhead.json
+
+bench-adaptive: install ## the adaptive budget beside fixed ones and plain decoding, 1 to 16 streams
+	$(BIN)/python -m benchmarks.adaptive --json benchmarks/results/adaptive.json
+
+bench-split: install ## the price of the split: three processes beside one, on the same model
+	$(BIN)/python -m benchmarks.split --json benchmarks/results/split.json
+
+bench-memory: install ## resident memory of each service, with 256 streams open
+	$(BIN)/python -m benchmarks.memory --json benchmarks/results/memory.json
+
+soak: install ## 20,000 rounds of random sessions; pages and memory must be back at the baseline
+	TREEWIRE_SOAK_ROUNDS=20000 $(BIN)/python -m pytest tests/engines/test_soak.py
 
 bench-ablation: install ## tokens a round by tree, acceptance rule and temperature; MODEL, DRAFTER
 	$(BIN)/python -m benchmarks.ablation.sampling --model $(or $(MODEL),smollm2-135m) --drafter $(or $(DRAFTER),ngram)

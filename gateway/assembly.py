@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
@@ -16,7 +17,7 @@ from gateway.generations import Generations, Serving
 from gateway.openai.door import HttpDoor, http_door
 from gateway.playground import routes as playground
 from gateway.policy import BranchWeights
-from gateway.replicas import Replicas
+from gateway.replicas import Location, Replicas
 from gateway.requests import RequestLimits
 from gateway.service import GenerateService
 from gateway.settings import GatewaySettings
@@ -36,6 +37,9 @@ FALLBACK_BUDGET = 8
 """Nodes of a draft tree where the budget is to be adaptive and the target tells no prices."""
 
 _NO_LIMIT = 2**31 - 1  # what the field of the contract holds
+
+
+OpenUpstream = Callable[[str, Location], grpc.aio.Channel]
 
 
 @dataclass(frozen=True)
@@ -109,8 +113,15 @@ def request_limits(settings: GatewaySettings, target: verify_pb2.VerifyLimits, t
 
 
 @asynccontextmanager
-async def assemble(settings: GatewaySettings, load_tokenization: Callable[[], Tokenization]) -> AsyncIterator[GatewayProcess]:
-    """The gateway of these settings, with its channels for as long as the context lasts."""
+async def assemble(
+    settings: GatewaySettings,
+    load_tokenization: Callable[[], Tokenization],
+    open_upstream: OpenUpstream | None = None,
+) -> AsyncIterator[GatewayProcess]:
+    """The gateway of these settings, with its channels for as long as the context lasts.
+
+    `open_upstream` makes the channel to a replica of a service, where that is not reached over a network.
+    """
     metrics = Metrics(settings.service)
     admission = Admission(
         max_running=settings.max_running, max_queued=settings.max_queued, max_wait_seconds=settings.max_wait_seconds
@@ -120,20 +131,18 @@ async def assemble(settings: GatewaySettings, load_tokenization: Callable[[], To
     generations = Generations(admission, gateway_metrics, tracing)
     async with AsyncExitStack() as stack:
         stack.callback(tracing.close)
-        verify = await stack.enter_async_context(_replicas(settings, settings.verify, _VERIFY).watched())
+        connect = open_upstream or _connected(settings)
+        verify = await stack.enter_async_context(Replicas(settings.verify, _VERIFY, partial(connect, _VERIFY)).watched())
         draft = None
         if settings.draft:
-            draft = await stack.enter_async_context(_replicas(settings, settings.draft, _DRAFT).watched())
+            draft = await stack.enter_async_context(Replicas(settings.draft, _DRAFT, partial(connect, _DRAFT)).watched())
         gateway_metrics.watch_replicas(lambda: verify.num_available, lambda: draft.num_available if draft else 0)
         yield GatewayProcess(generations, admission, metrics, verify, draft, settings, gateway_metrics, load_tokenization)
 
 
-def _replicas(settings: GatewaySettings, addresses: tuple[str, ...], service: str) -> Replicas:
+def _connected(settings: GatewaySettings) -> OpenUpstream:
+    """Channels over the network, with the token and the certificates of the settings."""
     certificates = settings.upstream_certificates
     tls = None if certificates is None else channel_credentials(certificates)
     token = settings.read_token()
-    return Replicas(
-        addresses,
-        service,
-        lambda location: open_channel(location.address, token=token, tls=tls, server_name=location.server_name),
-    )
+    return lambda service, location: open_channel(location.address, token=token, tls=tls, server_name=location.server_name)

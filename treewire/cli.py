@@ -385,6 +385,7 @@ def up(
     threads: _Threads = None,
     dtype: _Dtype = StackOptions.dtype,
     logs: _Logs = None,
+    co_located: Annotated[bool, typer.Option("--co-located", help="All three in one process, without a wire between.")] = False,
 ) -> None:
     """Run a draft service, a verify service and a gateway on this machine until Ctrl-C."""
     options = _stack_options(
@@ -396,6 +397,7 @@ def up(
         threads=threads,
         dtype=dtype,
         logs=logs,
+        co_located=co_located,
     )
     with _failures_told():
         _run(_up(options))

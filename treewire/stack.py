@@ -107,8 +107,8 @@ class StackOptions:
     "dflash" (the one that is shipped for the target), "auto" (that one, or "ngram" where none is shipped) or the directory
     of a drafter that reads the target's features. `port` is the gateway's, 0 takes any; `http_port` that of its HTTP door,
     None has no such door. `budget` is the nodes of each draft tree, root excluded, `threads` the CPU threads of the target;
-    None leaves both to the services. `logs` is the folder of the logs; None makes one, which is removed when the stack ends
-    well.
+    None leaves both to the services. `co_located` runs all three in one process, without a wire between them. `logs` is the
+    folder of the logs; None makes one, which is removed when the stack ends well.
     """
 
     target: str = "smollm2-135m"
@@ -119,6 +119,7 @@ class StackOptions:
     dtype: str = "float32"
     logs: Path | None = None
     http_port: int | None = None
+    co_located: bool = False
 
     def __post_init__(self) -> None:
         for name, port in (("port", self.port), ("http_port", self.http_port or 0)):
@@ -169,12 +170,20 @@ class StackOptions:
         features = () if self.feature_drafter is None else ("--feature-projection", self.feature_drafter)
         return ("--bind", ANY_PORT_ADDRESS, *model, *threads, *features)
 
+    def colocated_flags(self) -> tuple[str, ...]:
+        """Flags of all three services in one process: the gateway's, the verify service's and the drafter's, if any."""
+        draft = ("--", *self.draft_flags(ANY_PORT_ADDRESS)) if self.has_drafter else ()
+        return (*self._door_flags(), "--", *self.verify_flags(), *draft)
+
     def gateway_flags(self, draft_address: str, verify_address: str) -> tuple[str, ...]:
         """Flags of the gateway between the two; an empty draft address means no drafter."""
+        return (*self._door_flags(), "--draft", draft_address, "--verify", verify_address)
+
+    def _door_flags(self) -> tuple[str, ...]:
+        """Flags of the gateway, whatever is behind it."""
         budget = () if self.budget is None else ("--budget", str(self.budget))
-        upstreams = ("--draft", draft_address, "--verify", verify_address)
         http = () if self.http_port is None else ("--http-bind", f"{HOST}:{self.http_port}")
-        return ("--bind", f"{HOST}:{self.port}", *http, *upstreams, "--model", self.target, *budget)
+        return ("--bind", f"{HOST}:{self.port}", *http, "--model", self.target, *budget)
 
 
 def _reads_features(directory: Path) -> bool:
@@ -190,6 +199,11 @@ Command = Callable[[Service, Sequence[str]], Sequence[str]]
 def service_command(service: Service, flags: Sequence[str]) -> Sequence[str]:
     """The command line of a service of this installation."""
     return (sys.executable, "-m", service.module, *flags, "--exit-with-parent", "--log-format", "json")
+
+
+def colocated_command(service: Service, flags: Sequence[str]) -> Sequence[str]:
+    """The command line of all three services in one process."""
+    return (sys.executable, "-m", "colocated", "--exit-with-parent", "--log-format", "json", *flags)
 
 
 class Stack:
@@ -263,8 +277,8 @@ class Stack:
 
         StackError as soon as the verify service or the gateway dies.
         """
-        watches = [self._watch(Service.VERIFY), self._watch(Service.GATEWAY)]
-        if self._options.has_drafter:
+        watches = [self._watch(service) for service in self._children if service is not Service.DRAFT]
+        if Service.DRAFT in self._children:
             watches.append(self._keep_draft())
         await _all(*watches)
 
@@ -275,6 +289,9 @@ class Stack:
         self.logs.mkdir(parents=True, exist_ok=True)
         for service in Service:
             self._log(service).unlink(missing_ok=True)  # the logs are those of this stack alone
+        if self._options.co_located:
+            await self._launch(Service.GATEWAY, self._options.colocated_flags(), colocated_command)
+            return
         starts = [self._launch(Service.VERIFY, self._options.verify_flags())]
         if self._options.has_drafter:
             starts.append(self._launch(Service.DRAFT, self._options.draft_flags(ANY_PORT_ADDRESS)))
@@ -286,12 +303,12 @@ class Stack:
     def _log(self, service: Service) -> Path:
         return self.logs / f"{service.value}.log"
 
-    async def _launch(self, service: Service, flags: Sequence[str]) -> None:
+    async def _launch(self, service: Service, flags: Sequence[str], command: Command | None = None) -> None:
         """Starts a service and waits until it serves. StackError if it dies before, or takes too long."""
         self._on_event(StackEvent(service, State.STARTING, ""))
         child = _Child(service, self._log(service))
         self._children[service] = child
-        await child.start(self._command(service, flags))
+        await child.start((command or self._command)(service, flags))
         if not await child.serves_within(self._start_timeout_seconds):
             await child.stop(self._grace_seconds)
             raise StackError(

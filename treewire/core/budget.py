@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -186,18 +187,54 @@ class Calibration:
 
     def path_probabilities(self, built: BuiltTree) -> Probabilities:
         """How likely each node is to be accepted, float64 [nodes without root]: never above 1 nor above its parent's."""
-        kinds = _kinds(built)
-        factors = {kind: self.factor(kind.depth, on_spine=kind.on_spine) for kind in set(kinds[1:])}
-        calibrated = [1.0]
-        for parent, kind, score in zip(built.tree.parents[1:], kinds[1:], built.scores[1:], strict=True):
-            calibrated.append(min(math.exp(score) * factors[kind], calibrated[parent]))
-        return np.array(calibrated[1:], np.float64)
+        return self.calibrated(claims_of(built))
+
+    def calibrated(self, claims: Claims) -> Probabilities:
+        """The same of a tree's claims."""
+        factors = self._factors
+        if len(claims.depths) and (deepest := int(claims.depths.max())) >= len(factors):
+            factors = np.vstack([factors, np.repeat(factors[-1:], deepest + 1 - len(factors), axis=0)])
+        likely = (claims.probabilities * factors[claims.depths, claims.beside_spine]).tolist()
+        for node, parent in enumerate(claims.parents):
+            bound = likely[parent] if parent >= 0 else 1.0
+            if likely[node] > bound:
+                likely[node] = bound
+        return np.array(likely, np.float64)
+
+    @cached_property
+    def _factors(self) -> NDArray[np.float64]:
+        """Factors by depth, and by whether nodes are beside the spine: [depths known, 2]."""
+        deepest = max((kind.depth for kind in self.records), default=0)
+        rows = [[self.factor(depth, on_spine=on_spine) for on_spine in (True, False)] for depth in range(deepest + 1)]
+        return np.array(rows, np.float64)
+
+
+class Claims(NamedTuple):
+    """What a drafter says of a tree's nodes, the root left out: their path probabilities, and what these are calibrated by.
+
+    `parents` are -1 for children of the root, `beside_spine` is 1 for nodes that are not on the spine.
+    """
+
+    probabilities: Probabilities
+    depths: NDArray[np.int64]
+    beside_spine: NDArray[np.int64]
+    parents: Sequence[int]
+
+
+def claims_of(built: BuiltTree) -> Claims:
+    """The claims of a tree."""
+    kinds = _kinds(built)[1:]
+    return Claims(
+        np.exp(built.scores[1:]),
+        np.array([kind.depth for kind in kinds], np.int64),
+        np.array([not kind.on_spine for kind in kinds], np.int64),
+        [parent - 1 for parent in built.tree.parents[1:]],
+    )
 
 
 def _kinds(built: BuiltTree) -> list[_Kind]:
     """The kind of each node, the root's included."""
-    kinds = [_Kind(0, True)]
+    on_spine = [True]
     for parent, rank in zip(built.tree.parents[1:], built.ranks[1:], strict=True):
-        above = kinds[parent]
-        kinds.append(_Kind(above.depth + 1, above.on_spine and rank == 0))
-    return kinds
+        on_spine.append(on_spine[parent] and rank == 0)
+    return list(map(_Kind, built.tree.depths, on_spine))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from treewire.core.budget import Calibration, Overhead, choose_budget, expected_tokens
+from treewire.core.budget import Calibration, Claims, Overhead, choose_budget, claims_of, expected_tokens
 from treewire.core.build import BuiltTree
 
 _NUM_RECENT = 16  # asked rounds that say what the next one is worth
@@ -89,15 +89,17 @@ class Speculation:
             raise ValueError(f"max_budget is {max_budget}, at least 1 is needed")
         self.max_budget = max_budget
         self.calibration = Calibration()
-        self._recent: deque[BuiltTree] = deque(maxlen=_NUM_RECENT)
+        self._recent: deque[Claims] = deque(maxlen=_NUM_RECENT)
         self._plan = _Plan(asks=True, tokens_per_second=0.0)
+        self._num_planned = 0
         self._num_decisions = 0
         self._savings_rounds = _FIRST_SAVINGS
 
     def asks(self, costs: RoundCosts) -> bool:
         """True if this round's draft is worth its time, or is due as a trial. To be called once a round, before the draft."""
-        if self._num_decisions % _ROUNDS_A_PLAN == 0:
-            self._plan = self._planned(costs)
+        is_learning = self._num_planned < min(len(self._recent), _NUM_RECENT)
+        if is_learning or self._num_decisions % _ROUNDS_A_PLAN == 0:
+            self._plan, self._num_planned = self._planned(costs), len(self._recent)
         self._num_decisions += 1
         seconds = costs.shared_seconds(0)
         trial_rounds = (costs.overhead.draft_seconds + float(seconds[self._num_explored] - seconds[0])) / costs.plain_seconds
@@ -114,11 +116,12 @@ class Speculation:
 
         `is_whole` is False for a tree that the generation's end cut short: what it promises says nothing of other rounds.
         """
+        claims = claims_of(built)
         if is_whole:
-            self._recent.append(built)
+            self._recent.append(claims)
         rate, seconds = self._plan.tokens_per_second, costs.shared_seconds(self._plan.mean_budget)
-        chosen = choose_budget(self._tokens(built), seconds, rate)
-        claimed = choose_budget(expected_tokens(np.exp(built.scores[1:]), self.max_budget), seconds, rate)
+        chosen = choose_budget(self._tokens(claims), seconds, rate)
+        claimed = choose_budget(expected_tokens(claims.probabilities, self.max_budget), seconds, rate)
         explored = min(max(claimed, self._num_explored), built.tree.num_draft_tokens)
         more_rounds = float(seconds[explored] - seconds[chosen]) / costs.plain_seconds
         if explored <= chosen or more_rounds > self._savings_rounds:
@@ -138,8 +141,8 @@ class Speculation:
     def _num_explored(self) -> int:
         return min(_EXPLORED_NODES, self.max_budget)
 
-    def _tokens(self, built: BuiltTree) -> Curve:
-        return expected_tokens(self.calibration.path_probabilities(built), self.max_budget)
+    def _tokens(self, claims: Claims) -> Curve:
+        return expected_tokens(self.calibration.calibrated(claims), self.max_budget)
 
     def _planned(self, costs: RoundCosts) -> _Plan:
         """The best of the plans for trees of a few mean sizes, since a price that is steep first may have more than one."""
@@ -147,7 +150,7 @@ class Speculation:
         best = _Plan(asks=len(self._recent) < _FEWEST_RECENT, tokens_per_second=plain)
         if best.asks:
             return best
-        tokens = np.stack([self._tokens(built) for built in self._recent])
+        tokens = np.stack([self._tokens(claims) for claims in self._recent])
         rate = max(self._plan.tokens_per_second, plain)
         for mean_budget in (0, *(2**power for power in range(self.max_budget.bit_length()))):
             budgets = np.argmax(tokens - rate * costs.shared_seconds(mean_budget), axis=1)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
 
 from treewire.runtime.endpoint import Endpoint
 
@@ -23,6 +23,7 @@ class Metrics:
 
     def __init__(self, service: str) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # process_resident_memory_bytes and its like, on Linux
         Gauge("treewire_service_info", "Always 1.", ["service"], registry=self.registry).labels(service).set(1)
         self.rpcs = Counter("treewire_rpcs_total", "RPCs that ended.", ["method", "code"], registry=self.registry)
 
