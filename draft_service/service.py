@@ -59,7 +59,8 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                     await self._take_in(session, request.features)
                 else:
                     marginals = await self._thread.submit(_proposal(session, request))
-                    yield draft_pb2.DraftResponse(marginals=wire.marginals_to_message(marginals))
+                    for block in wire.marginals_to_messages(marginals):
+                        yield draft_pb2.DraftResponse(marginals=block)
         finally:
             self._release(session)
 
@@ -126,4 +127,5 @@ def limits(drafter: Drafter, opening: Opening | None = None) -> draft_pb2.DraftL
         needs_features=drafter.needs_features,
         fingerprint=fingerprint(drafter),
         engine=drafter.engine,
+        max_prefixes=drafter.max_prefixes if opening is None or opening.takes_conditional else 0,
     )

@@ -195,15 +195,19 @@ class DraftStream:
         await _write(self.call, draft_pb2.DraftRequest(commit=wire.commit_to_message(commit)), "draft")
         self.length = commit.length
         blocks: list[tree_pb2.Marginals] = []
+        max_prefixes = min(self.limits.max_prefixes, wire.MAX_PREFIXES)
         while not blocks or not blocks[-1].last:
             blocks.append((await _read(self.call, "draft")).marginals)
-            if len(blocks) > max(1, self.limits.horizon):
-                raise InvalidRequest(f"the draft service sent {len(blocks)} blocks for {self.limits.horizon} depths")
+            if len(blocks) > max(1, self.limits.horizon + max_prefixes):
+                raise InvalidRequest(
+                    f"the draft service sent {len(blocks)} blocks for {self.limits.horizon} depths and {max_prefixes} prefixes"
+                )
         return wire.marginals_from_messages(
             blocks,
             max_depths=self.limits.horizon,
             max_width=self.limits.width,
             vocabulary_size=self.vocabulary_size,
+            max_prefixes=max_prefixes,
         )
 
 
@@ -230,6 +234,7 @@ async def open_draft_stream(
             horizon=horizon,
             width=width,
             rank_with_noise=request.trees_aim_at_noise,
+            takes_conditional=request.accept != tree_pb2.ACCEPTANCE_HYBRID,
         )
         await _write(call, draft_pb2.DraftRequest(open=opening), "draft")
         limits = (await _read(call, "draft")).accepted_open
