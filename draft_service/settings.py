@@ -33,7 +33,7 @@ class DraftSettings(ServiceSettings):
         None,
         ge=1,
         le=16,
-        description="Prefixes guessed from at each depth, all but one in conditional rows; recurrent drafters alone, unset is 4.",
+        description="Prefixes guessed from at each depth, all but one in conditional rows; recurrent drafters; unset is 4.",
     )
     max_sessions: int = Field(256, ge=1, description="Sessions that may be open at once.")
     max_batch_size: int = Field(64, ge=1, description="Sessions that one step of the drafter serves.")

@@ -44,7 +44,8 @@ class SessionRequest:
 
     The last `num_output_tokens` of the prompt count as output. With `num_log_probs` the target tells the log-prob of each
     committed token, and so many of the likeliest tokens. `features` is where the target's context features go, and the
-    drafter's come from; None if the drafter reads none.
+    drafter's come from; None if the drafter reads none. `takes_conditional` tells whether trees are built from the rows of
+    prefixes too.
     """
 
     prompt: tuple[int, ...]
@@ -54,6 +55,7 @@ class SessionRequest:
     accept: tree_pb2.Acceptance.ValueType = tree_pb2.ACCEPTANCE_SHARED_NOISE
     num_log_probs: int | None = None
     trees_aim_at_noise: bool = True
+    takes_conditional: bool = True
     num_output_tokens: int = 0
     features: FeatureLog | None = None
     trace: Trace | None = None
@@ -168,7 +170,8 @@ class DraftStream:
     """An open session of the draft service, good for as long as nothing goes wrong on it.
 
     A drafter that reads features gets them from `features`, in order of position: those of all committed positions but the
-    last ahead of each commit. `num_features` counts the positions that it has been sent.
+    last ahead of each commit. `num_features` counts the positions that it has been sent. `max_prefixes` is the most that the
+    conditional rows of a proposal may describe.
     """
 
     call: grpc.aio.StreamStreamCall[draft_pb2.DraftRequest, draft_pb2.DraftResponse]
@@ -176,6 +179,7 @@ class DraftStream:
     length: int
     vocabulary_size: int
     features: FeatureLog | None = None
+    max_prefixes: int = 0
     num_features: int = 0
 
     def takes(self, length: int) -> bool:
@@ -195,19 +199,17 @@ class DraftStream:
         await _write(self.call, draft_pb2.DraftRequest(commit=wire.commit_to_message(commit)), "draft")
         self.length = commit.length
         blocks: list[tree_pb2.Marginals] = []
-        max_prefixes = min(self.limits.max_prefixes, wire.MAX_PREFIXES)
         while not blocks or not blocks[-1].last:
             blocks.append((await _read(self.call, "draft")).marginals)
-            if len(blocks) > max(1, self.limits.horizon + max_prefixes):
-                raise InvalidRequest(
-                    f"the draft service sent {len(blocks)} blocks for {self.limits.horizon} depths and {max_prefixes} prefixes"
-                )
+            if len(blocks) > max(1, self.limits.horizon + self.max_prefixes):
+                most = f"{self.limits.horizon} depths and {self.max_prefixes} prefixes"
+                raise InvalidRequest(f"the draft service sent {len(blocks)} blocks for {most}")
         return wire.marginals_from_messages(
             blocks,
             max_depths=self.limits.horizon,
             max_width=self.limits.width,
             vocabulary_size=self.vocabulary_size,
-            max_prefixes=max_prefixes,
+            max_prefixes=self.max_prefixes,
         )
 
 
@@ -234,7 +236,7 @@ async def open_draft_stream(
             horizon=horizon,
             width=width,
             rank_with_noise=request.trees_aim_at_noise,
-            takes_conditional=request.accept != tree_pb2.ACCEPTANCE_HYBRID,
+            takes_conditional=request.takes_conditional,
         )
         await _write(call, draft_pb2.DraftRequest(open=opening), "draft")
         limits = (await _read(call, "draft")).accepted_open
@@ -245,7 +247,8 @@ async def open_draft_stream(
         call.cancel()
         raise
     features = request.features if limits.needs_features else None
-    return DraftStream(call, limits, len(tokens), request.target.vocabulary_size, features)
+    max_prefixes = min(limits.max_prefixes, wire.MAX_PREFIXES) if request.takes_conditional else 0
+    return DraftStream(call, limits, len(tokens), request.target.vocabulary_size, features, max_prefixes)
 
 
 class DraftSession:

@@ -91,6 +91,7 @@ class Upstreams:
             request.accept,
             request.num_log_probs,
             trees_aim_at_noise=noise_weight > 0 and request.accept != tree_pb2.ACCEPTANCE_HYBRID,
+            takes_conditional=request.accept != tree_pb2.ACCEPTANCE_HYBRID or request.sampling.is_greedy,
             num_output_tokens=len(request.delivered),
             trace=trace,
             features=FeatureLog(self._patience.feature_bytes) if wants_features else None,
