@@ -146,7 +146,11 @@ class Generations:
         noise_weight = self.serving.weights.noise
         session = upstreams.session_request(request, current_call(), rounds.trace, noise_weight=noise_weight)
         drafting = upstreams.draft_session(
-            session, budget=request.budget, width=request.width, on_lost=self._metrics.drafter_losses.inc
+            session,
+            budget=request.budget,
+            width=request.width,
+            on_lost=self._metrics.drafter_losses.inc,
+            span=rounds.span,
         )
         return generate(
             rounds.verifying(upstreams.verify_session(session)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from gateway.failover import ResilientVerifySession
@@ -66,6 +66,10 @@ class Rounds:
             seconds = self._clock() - started
             self._stage_seconds[name] += seconds
             self.current.stage_seconds[name] = self.current.stage_seconds.get(name, 0.0) + seconds
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """What is done beside the stages, and counts towards none."""
+        return self._tracer.span(name)
 
     @asynccontextmanager
     async def verifying(

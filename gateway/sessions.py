@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -165,6 +165,13 @@ async def verify_session(
         call.cancel()
 
 
+Span = Callable[[str], AbstractContextManager[None]]
+
+
+def _no_span(_: str) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 @dataclass
 class DraftStream:
     """An open session of the draft service, good for as long as nothing goes wrong on it.
@@ -186,11 +193,13 @@ class DraftStream:
         """True if the drafter can follow a sequence of this length."""
         return length <= self.limits.max_context
 
-    async def feed(self, stop: int) -> None:
-        """Send the features of positions before `stop`, each as soon as the target has made it, at the drafter's own pace."""
+    async def feed(self, stop: int, span: Span = _no_span) -> None:
+        """Send the features of positions before `stop`, each as soon as the target has made it, at the drafter's own pace.
+        `span` notes how long each message takes."""
         while self.features is not None and self.num_features < stop:
             message = await self.features.after(self.num_features)
-            await _write(self.call, draft_pb2.DraftRequest(features=message), "draft")
+            with span("features"):
+                await _write(self.call, draft_pb2.DraftRequest(features=message), "draft")
             self.num_features += num_positions(message)
 
     async def propose(self, commit: Commit) -> Marginals:
@@ -256,7 +265,8 @@ class DraftSession:
 
     The stream opens in the background while the target's prefill runs, and takes the prompt's features as they come. When it
     is lost, a new one is opened in the background from the committed prefix and its features, with back-off; the generation
-    goes on with lone roots meanwhile. Without all of those features there is no new one.
+    goes on with lone roots meanwhile. Without all of those features there is no new one. `span` is told of each message of
+    features that a new stream is fed.
     """
 
     def __init__(
@@ -266,8 +276,10 @@ class DraftSession:
         *,
         timeout_seconds: float,
         on_lost: Callable[[str], None],
+        span: Span = _no_span,
     ) -> None:
         self._open_stream = open_stream
+        self._span = span
         self._tokens = list(prompt)
         self._timeout_seconds = timeout_seconds
         self._on_lost = on_lost
@@ -307,7 +319,7 @@ class DraftSession:
         tokens = tuple(self._tokens)
         stream = await self._open_stream(tokens)
         try:
-            await stream.feed(len(tokens) - 1)
+            await stream.feed(len(tokens) - 1, self._span)
         except BaseException:
             stream.call.cancel()
             raise

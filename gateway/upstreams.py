@@ -20,6 +20,7 @@ from gateway.sessions import (
     DraftStream,
     NoDrafter,
     SessionRequest,
+    Span,
     VerifySession,
     open_draft_stream,
     verify_session,
@@ -131,9 +132,10 @@ class Upstreams:
         self._metrics.failovers.labels(reason.value).inc()
 
     def draft_session(
-        self, request: SessionRequest, *, budget: int, width: int, on_lost: Callable[[], None]
+        self, request: SessionRequest, *, budget: int, width: int, on_lost: Callable[[], None], span: Span
     ) -> AbstractAsyncContextManager[Drafting]:
-        """A session on the drafter; one that never proposes if there is none or the budget leaves no room."""
+        """A session on the drafter; one that never proposes if there is none or the budget leaves no room. `span` is told of
+        the messages that carry a prompt's features."""
         if self._draft is None or budget == 0:
             return NoDrafter()
         opening = partial(
@@ -149,6 +151,7 @@ class Upstreams:
             request.prompt,
             timeout_seconds=self._patience.draft_seconds,
             on_lost=partial(_lost, request.request_id, on_lost),
+            span=span,
         )
 
 

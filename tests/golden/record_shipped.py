@@ -1,8 +1,8 @@
 """This file records what the shipped drafter of the default target gives on the golden trace, and makes the trace.
 
 `python -m tests.golden.record_shipped` is to be run whenever `drafters/smollm2-135m` has changed: it writes the expected
-acceptance lengths and log-probs with the drafter's checksum. The trace is made anew, by running the target, only if there is none,
-if the drafter taps other layers, or with `--trace`.
+acceptance lengths and log-probs with the drafter's checksum. The trace is made anew, by running the target, only if there is
+none, if the drafter taps other layers, or with `--trace`.
 """
 
 from __future__ import annotations

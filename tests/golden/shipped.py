@@ -36,8 +36,8 @@ RULES = (CHAIN, "tree-4", "tree-16", "conditional-4", "conditional-16")
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A prompt and the target's greedy answer: tokens int64 [positions], outputs of the tapped layers [taps, positions, hidden],
-    and what the target held likeliest after each position, int64 [positions], with its log-prob [positions]."""
+    """A prompt and the target's greedy answer: tokens int64 [positions], outputs of the tapped layers [taps, positions,
+    hidden], and what the target held likeliest after each position, int64 [positions], with its log-prob [positions]."""
 
     token_ids: Tensor
     taps: Tensor

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+import gateway.assembly
 from draft_service.engine import Proposal, SessionId
 from draft_service.engines.checkpoints import load_feature_drafter
 from tests.engines.tiny_drafters import save_dflash, save_recurrent
@@ -24,6 +26,7 @@ from treewire import Sampling
 from treewire.core.build import build_tree
 from treewire.core.tree import Marginals
 from treewire.events import Round
+from treewire.runtime.tracing import OpenTelemetryTracing
 from treewire.types import Acceptance, Generation, Options
 from verify_service.engine import Posterior, PrefillChunk, Scoring
 from verify_service.engines.transformers import TransformersTarget
@@ -120,11 +123,13 @@ async def test_every_position_is_computed_once(kind: str, tmp_path: Path) -> Non
     assert drafter.positions_computed == len(PROMPT) + sum(commits[:-1])
 
 
-async def test_features_cross_while_the_prefill_runs(tmp_path: Path) -> None:
-    """The drafter takes in a prompt's first chunks before the target has computed its last one.
+async def test_features_cross_while_the_prefill_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter takes in a prompt's first chunks before the target has computed its last one, and the trace shows it.
 
     The target waits with its last chunk until then: if features came only after the prefill, the test would fail.
     """
+    exporter = InMemorySpanExporter()
+    monkeypatch.setattr(gateway.assembly, "open_tracing", lambda endpoint: OpenTelemetryTracing(exporter))
     path, drafter_path = save_target(tmp_path, max_position_embeddings=512), save_dflash(tmp_path / "drafter")
     drafter = _Watched(load_feature_drafter(drafter_path, path))
     target = _Patient(TransformersTarget.load(path, feature_projection=drafter_path), drafter.has_taken_in)
@@ -134,6 +139,13 @@ async def test_features_cross_while_the_prefill_runs(tmp_path: Path) -> None:
     ):
         await client.generate(**options(tuple(LONG[:200]), max_tokens=4))
     assert target.was_overtaken
+    spans = exporter.get_finished_spans()
+    (prefill,) = [span for span in spans if span.name == "prefill"]
+    chunks = [span for span in spans if span.name == "features"]
+    assert len(chunks) > 1
+    assert prefill.start_time is not None
+    assert prefill.end_time is not None
+    assert any(prefill.start_time < span.start_time < prefill.end_time for span in chunks if span.start_time)
 
 
 async def test_long_prompt_stays_within_message_limits(tmp_path: Path) -> None:
