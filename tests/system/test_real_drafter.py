@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(1200)]
 
 PROMPTS = ("Explain why the sky is blue.", "Give me three ideas for dinner.")
 SAMPLINGS = (None, Sampling(temperature=1.0, seed=1234))
-MAX_TOKENS = 16
+MAX_TOKENS = 12
 BUDGET = 16
 CHAIN = 6
 
