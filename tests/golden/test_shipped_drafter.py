@@ -40,10 +40,11 @@ from treewire.weights import DEFAULT_MODEL, resolve
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 RULE = "tree-16"
-TOLERANCE = 0.03  # tokens a round, and nats of a log-prob: what another machine's rounding may change
-INT8_TOLERANCE = 0.2  # both, of the weights as they are shipped against float32
+TOLERANCE = 0.03  # tokens a round: what another machine's rounding may change
+LOG_PROB_TOLERANCE = 0.01  # nats of a log-prob, on average: the same
+INT8_TOLERANCE = 0.2  # of both figures, of the weights as they are shipped against float32
 LEAST_DAMAGE = 0.2  # tokens a round that a loud mistake costs, far above the tolerance
-LEAST_DEVIATION = 0.06  # mean nats by which a quiet mistake moves a log-prob: twice the tolerance
+LEAST_DEVIATION = 0.02  # nats by which a quiet mistake moves log-probs on average: twice the tolerance
 MAX_TRACE_BYTES = 1_500_000
 
 
@@ -90,7 +91,7 @@ def test_acceptance_is_as_recorded(engine: FeatureDrafter[Any], trace: Trace, ex
     """As chain and as trees, of marginals by depth and of conditional ones: the tokens a round that were recorded."""
     reading = read_drafter(engine, trace)
     assert reading.lengths == pytest.approx(expected.lengths, abs=TOLERANCE)
-    assert deviation(reading, expected) < TOLERANCE
+    assert deviation(reading, expected) < LOG_PROB_TOLERANCE
 
 
 def test_acceptance_as_shipped(trace: Trace, expected: Reading) -> None:
@@ -220,6 +221,7 @@ def overwritten(tensor: Tensor, wrong: Tensor) -> Iterator[None]:
     [
         ("drafted rows from 0", lambda beam: len(beam.paths[0])),
         ("drafted rows behind a gap", lambda beam: beam.root.position + 16 + len(beam.paths[0])),
+        ("drafted rows one too far", lambda beam: beam.root.position + 1 + len(beam.paths[0])),
     ],
 )
 def test_wrong_positions_are_caught(
