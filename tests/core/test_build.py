@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tests.core.notation import text, token
 from treewire.core.build import BuiltTree, build_tree, perturb
+from treewire.core.hybrid import build_hybrid_tree
 from treewire.core.noise import noise_row
 from treewire.core.tree import Marginals
 
@@ -329,3 +330,10 @@ def test_prefixes_that_make_no_sense_are_refused(prefixes: tuple[Path, ...], com
     three = marginals_of([[-1.0]] * 3)
     with pytest.raises(ValueError, match="two rows for one prefix"):
         Marginals(three.token_ids, three.log_probs, ((1,), (1,)))
+
+
+def test_hybrid_trees_are_not_built_from_conditional_marginals() -> None:
+    """What follows a drawn token would decide the shape by the draw."""
+    flat = marginals_of([[-1.0], [-1.0]])
+    with pytest.raises(ValueError, match="hybrid trees are built from marginals by depth alone"):
+        build_hybrid_tree(ROOT, Marginals(flat.token_ids, flat.log_probs, ((0,),)), 4, width=2, seed=0, root_position=3)
