@@ -58,8 +58,8 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                     await self._take_in(session, request.features)
                 else:
                     answer = await self._thread.submit(_proposal(session, request))
-                    block = wire.marginals_to_message(answer.marginals)
-                    yield draft_pb2.DraftResponse(marginals=block, step_seconds=answer.step_seconds)
+                    for block in wire.marginals_to_messages(answer.marginals):
+                        yield draft_pb2.DraftResponse(marginals=block, step_seconds=answer.step_seconds)
         finally:
             self._release(session)
 
@@ -126,4 +126,5 @@ def limits(drafter: Drafter, opening: Opening | None = None) -> draft_pb2.DraftL
         needs_features=drafter.needs_features,
         fingerprint=fingerprint(drafter),
         engine=drafter.engine,
+        max_prefixes=drafter.max_prefixes if opening is None or opening.takes_conditional else 0,
     )

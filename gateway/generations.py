@@ -149,7 +149,11 @@ class Generations:
         session = upstreams.session_request(request, current_call(), rounds.trace, noise_weight=noise_weight)
         verifying = upstreams.verify_session(session)
         drafting = upstreams.draft_session(
-            session, budget=request.budget, width=request.width, on_lost=self._metrics.drafter_losses.inc
+            session,
+            budget=request.budget,
+            width=request.width,
+            on_lost=self._metrics.drafter_losses.inc,
+            span=rounds.span,
         )
         if not (request.adapts and upstreams.has_drafter):
             policy = self._policy(request)

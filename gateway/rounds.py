@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -85,6 +85,10 @@ class Rounds:
         """Count so many seconds towards a stage of the current round."""
         self._stage_seconds[stage] += seconds
         self.current.stage_seconds[stage] = self.current.stage_seconds.get(stage, 0.0) + seconds
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """What is done beside the stages, and counts towards none."""
+        return self._tracer.span(name)
 
     @asynccontextmanager
     async def verifying(self, session: AbstractAsyncContextManager[ScoredVerifying]) -> AsyncIterator[_RecordedVerifying]:

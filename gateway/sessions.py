@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -46,7 +46,8 @@ class SessionRequest:
 
     The last `num_output_tokens` of the prompt count as output. With `num_log_probs` the target tells the log-prob of each
     committed token, and so many of the likeliest tokens. `features` is where the target's context features go, and the
-    drafter's come from; None if the drafter reads none.
+    drafter's come from; None if the drafter reads none. `takes_conditional` tells whether trees are built from the rows of
+    prefixes too.
     """
 
     prompt: tuple[int, ...]
@@ -56,6 +57,7 @@ class SessionRequest:
     accept: tree_pb2.Acceptance.ValueType = tree_pb2.ACCEPTANCE_SHARED_NOISE
     num_log_probs: int | None = None
     trees_aim_at_noise: bool = True
+    takes_conditional: bool = True
     num_output_tokens: int = 0
     features: FeatureLog | None = None
     trace: Trace | None = None
@@ -184,12 +186,20 @@ async def verify_session(
         call.cancel()
 
 
+Span = Callable[[str], AbstractContextManager[None]]
+
+
+def _no_span(_: str) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 @dataclass
 class DraftStream:
     """An open session of the draft service, good for as long as nothing goes wrong on it.
 
     A drafter that reads features gets them from `features`, in order of position: those of all committed positions but the
-    last ahead of each commit. `num_features` counts the positions that it has been sent.
+    last ahead of each commit. `num_features` counts the positions that it has been sent. `max_prefixes` is the most that the
+    conditional rows of a proposal may describe.
     """
 
     call: grpc.aio.StreamStreamCall[draft_pb2.DraftRequest, draft_pb2.DraftResponse]
@@ -197,6 +207,7 @@ class DraftStream:
     length: int
     vocabulary_size: int
     features: FeatureLog | None = None
+    max_prefixes: int = 0
     num_features: int = 0
     step_seconds: float = 0.0
 
@@ -204,11 +215,13 @@ class DraftStream:
         """True if the drafter can follow a sequence of this length."""
         return length <= self.limits.max_context
 
-    async def feed(self, stop: int) -> None:
-        """Send the features of positions before `stop`, each as soon as the target has made it, at the drafter's own pace."""
+    async def feed(self, stop: int, span: Span = _no_span) -> None:
+        """Send the features of positions before `stop`, each as soon as the target has made it, at the drafter's own pace.
+        `span` notes how long each message takes."""
         while self.features is not None and self.num_features < stop:
             message = await self.features.after(self.num_features)
-            await _write(self.call, draft_pb2.DraftRequest(features=message), "draft")
+            with span("features"):
+                await _write(self.call, draft_pb2.DraftRequest(features=message), "draft")
             self.num_features += num_positions(message)
 
     async def propose(self, commit: Commit) -> Marginals:
@@ -221,13 +234,15 @@ class DraftStream:
             response = await _read(self.call, "draft")
             blocks.append(response.marginals)
             self.step_seconds = response.step_seconds
-            if len(blocks) > max(1, self.limits.horizon):
-                raise InvalidRequest(f"the draft service sent {len(blocks)} blocks for {self.limits.horizon} depths")
+            if len(blocks) > max(1, self.limits.horizon + self.max_prefixes):
+                most = f"{self.limits.horizon} depths and {self.max_prefixes} prefixes"
+                raise InvalidRequest(f"the draft service sent {len(blocks)} blocks for {most}")
         return wire.marginals_from_messages(
             blocks,
             max_depths=self.limits.horizon,
             max_width=self.limits.width,
             vocabulary_size=self.vocabulary_size,
+            max_prefixes=self.max_prefixes,
         )
 
 
@@ -254,6 +269,7 @@ async def open_draft_stream(
             horizon=horizon,
             width=width,
             rank_with_noise=request.trees_aim_at_noise,
+            takes_conditional=request.takes_conditional,
         )
         await _write(call, draft_pb2.DraftRequest(open=opening), "draft")
         limits = (await _read(call, "draft")).accepted_open
@@ -264,7 +280,8 @@ async def open_draft_stream(
         call.cancel()
         raise
     features = request.features if limits.needs_features else None
-    return DraftStream(call, limits, len(tokens), request.target.vocabulary_size, features)
+    max_prefixes = min(limits.max_prefixes, wire.MAX_PREFIXES) if request.takes_conditional else 0
+    return DraftStream(call, limits, len(tokens), request.target.vocabulary_size, features, max_prefixes)
 
 
 class DraftSession:
@@ -272,7 +289,8 @@ class DraftSession:
 
     The stream opens in the background while the target's prefill runs, and takes the prompt's features as they come. When it
     is lost, a new one is opened in the background from the committed prefix and its features, with back-off; the generation
-    goes on with lone roots meanwhile. Without all of those features there is no new one.
+    goes on with lone roots meanwhile. Without all of those features there is no new one. `span` is told of each message of
+    features that a new stream is fed.
     """
 
     def __init__(
@@ -282,8 +300,10 @@ class DraftSession:
         *,
         timeout_seconds: float,
         on_lost: Callable[[str], None],
+        span: Span = _no_span,
     ) -> None:
         self._open_stream = open_stream
+        self._span = span
         self._tokens = list(prompt)
         self._timeout_seconds = timeout_seconds
         self._on_lost = on_lost
@@ -344,7 +364,7 @@ class DraftSession:
         tokens = tuple(self._tokens)
         stream = await self._open_stream(tokens)
         try:
-            await stream.feed(len(tokens) - 1)
+            await stream.feed(len(tokens) - 1, self._span)
         except BaseException:
             stream.call.cancel()
             raise

@@ -21,6 +21,7 @@ from gateway.sessions import (
     DraftStream,
     NoDrafter,
     SessionRequest,
+    Span,
     VerifySession,
     open_draft_stream,
     verify_session,
@@ -98,6 +99,7 @@ class Upstreams:
             request.accept,
             request.num_log_probs,
             trees_aim_at_noise=noise_weight > 0 and request.accept != tree_pb2.ACCEPTANCE_HYBRID,
+            takes_conditional=request.accept != tree_pb2.ACCEPTANCE_HYBRID or request.sampling.is_greedy,
             num_output_tokens=len(request.delivered),
             trace=trace,
             features=FeatureLog(self._patience.feature_bytes) if wants_features else None,
@@ -138,9 +140,10 @@ class Upstreams:
         self._metrics.failovers.labels(reason.value).inc()
 
     def draft_session(
-        self, request: SessionRequest, *, budget: int, width: int, on_lost: Callable[[], None]
+        self, request: SessionRequest, *, budget: int, width: int, on_lost: Callable[[], None], span: Span
     ) -> DraftSession | NoDrafter:
-        """A session on the drafter; one that never proposes if there is none or the budget leaves no room."""
+        """A session on the drafter; one that never proposes if there is none or the budget leaves no room. `span` is told of
+        the messages that carry a prompt's features."""
         if self._draft is None or budget == 0:
             return NoDrafter()
         opening = partial(
@@ -156,6 +159,7 @@ class Upstreams:
             request.prompt,
             timeout_seconds=self._patience.draft_seconds,
             on_lost=partial(_lost, request.request_id, on_lost),
+            span=span,
         )
 
 

@@ -433,6 +433,10 @@ def acceptance(
     drafter: _Drafter = StackOptions.drafter,
     budgets: Annotated[str, typer.Option(help="Budgets to measure, with commas.")] = "4,8,16,32",
     temperatures: Annotated[str, typer.Option(help="Temperatures to measure, with commas.")] = "0",
+    beams: Annotated[
+        str | None,
+        typer.Option(help="Beams to measure, with commas, of a drafter with conditional rows; 1 is without. Else its default."),
+    ] = None,
     prompts: Annotated[Path | None, typer.Option(help="Prompts, one a line, or a .jsonl file; else a few built in.")] = None,
     limit: Annotated[int | None, typer.Option(help="Most prompts to take.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of each answer.")] = 128,
@@ -446,13 +450,16 @@ def acceptance(
     _check_png(png)
     options = _stack_options(target=target, drafter=drafter, port=0, threads=threads, dtype=dtype)
     try:
-        report.compared(drafter)
+        each_beam = () if beams is None else _numbers(beams, int)
+        report.compared(drafter, each_beam)
+        if address is not None and each_beam:
+            raise ValueError("beams are settings of a draft service, --address measures the one that runs")
         chosen = (report.PROMPTS if prompts is None else report.read_prompts(prompts))[:limit]
         plan = report.Plan(_numbers(budgets, int), _numbers(temperatures, float), chosen, max_tokens)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     with _failures_told():
-        measured = _run(_acceptance(options, plan, address))
+        measured = _run(_acceptance(options, plan, each_beam, address))
     if png is not None:
         report.draw(measured, png)
     if as_json:
@@ -466,7 +473,9 @@ def _numbers(text: str, kind: Callable[[str], _Result]) -> tuple[_Result, ...]:
     return tuple(kind(part) for part in text.split(","))
 
 
-async def _acceptance(options: StackOptions, plan: report.Plan, address: str | None) -> list[report.Acceptance]:
+async def _acceptance(
+    options: StackOptions, plan: report.Plan, beams: tuple[int, ...], address: str | None
+) -> list[report.Acceptance]:
     console = _console()
 
     def tell(row: report.Acceptance) -> None:
@@ -478,7 +487,9 @@ async def _acceptance(options: StackOptions, plan: report.Plan, address: str | N
 
     if address is not None:
         return await report.measure(address, plan, drafter=options.drafter, on_measured=tell)
-    return await report.measure_stacks(options, plan, started=lambda each: _started(each, console), on_measured=tell)
+    return await report.measure_stacks(
+        options, plan, beams=beams, started=lambda each: _started(each, console), on_measured=tell
+    )
 
 
 @app.command()

@@ -107,7 +107,8 @@ class StackOptions:
     "dflash" (the one that is shipped for the target), "auto" (that one, or "ngram" where none is shipped) or the directory
     of a drafter that reads the target's features. `port` is the gateway's, 0 takes any; `http_port` that of its HTTP door,
     None has no such door. `budget` is the nodes of each draft tree, root excluded, `threads` the CPU threads of the target;
-    None leaves both to the services. `co_located` runs all three in one process, without a wire between them. `logs` is the
+    None leaves both to the services. `co_located` runs all three in one process, without a wire between them. `beam` is how many
+    prefixes the drafter guesses from at each depth, for drafters that have conditional rows; None is their default. `logs` is the
     folder of the logs; None makes one, which is removed when the stack ends well.
     """
 
@@ -120,6 +121,7 @@ class StackOptions:
     logs: Path | None = None
     http_port: int | None = None
     co_located: bool = False
+    beam: int | None = None
 
     def __post_init__(self) -> None:
         for name, port in (("port", self.port), ("http_port", self.http_port or 0)):
@@ -129,6 +131,8 @@ class StackOptions:
             raise ValueError(f"budget is {self.budget}, it must be at least 0")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads is {self.threads}, it must be at least 1")
+        if self.beam is not None and self.beam < 1:
+            raise ValueError(f"beam is {self.beam}, it must be at least 1")
 
     @property
     def chosen_drafter(self) -> str:
@@ -154,12 +158,15 @@ class StackOptions:
 
     def draft_flags(self, bind: str) -> tuple[str, ...]:
         """Flags of a draft service that listens at `bind`."""
+        beam = () if self.beam is None else ("--beam", str(self.beam))
+        return ("--bind", bind, *self._draft_engine_flags(), *beam)
+
+    def _draft_engine_flags(self) -> tuple[str, ...]:
         if self.chosen_drafter in (NGRAM, SIMULATED):
-            return ("--bind", bind, "--engine", self.chosen_drafter)
+            return ("--engine", self.chosen_drafter)
         if self.feature_drafter is not None:
-            model = ("--model", self.feature_drafter, "--target", self.target)
-            return ("--bind", bind, "--engine", DFLASH, *model)
-        return ("--bind", bind, "--engine", "causal-lm", "--model", self.drafter)
+            return ("--engine", DFLASH, "--model", self.feature_drafter, "--target", self.target)
+        return ("--engine", "causal-lm", "--model", self.drafter)
 
     def verify_flags(self) -> tuple[str, ...]:
         """Flags of the verify service."""
