@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
+from gateway.adaptive import AdaptiveBudget, Learned
 from gateway.admission import Admission
 from gateway.generation import Policy, generate
 from gateway.merging import merged
@@ -41,6 +42,7 @@ class Serving:
     model: str
     upstreams: Upstreams
     weights: BranchWeights
+    learned: Learned
 
 
 @dataclass(frozen=True)
@@ -145,21 +147,32 @@ class Generations:
         upstreams = self.serving.upstreams
         noise_weight = self.serving.weights.noise
         session = upstreams.session_request(request, current_call(), rounds.trace, noise_weight=noise_weight)
+        verifying = upstreams.verify_session(session)
         drafting = upstreams.draft_session(
-            session, budget=request.budget, width=request.width, on_lost=self._metrics.drafter_losses.inc
+            session,
+            budget=request.budget,
+            width=request.width,
+            on_lost=self._metrics.drafter_losses.inc,
+            span=rounds.span,
         )
+        if not (request.adapts and upstreams.has_drafter):
+            policy = self._policy(request)
+            return generate(rounds.verifying(verifying), rounds.drafting(drafting), rounds.policy(policy), stopping)
+        adaptive = AdaptiveBudget(self.serving.learned, request, self._tree_policy(request), self.serving.limits.default_budget)
         return generate(
-            rounds.verifying(upstreams.verify_session(session)),
-            rounds.drafting(drafting),
-            rounds.policy(self._policy(request)),
+            rounds.verifying(adaptive.verifying(verifying)),
+            rounds.drafting(adaptive.drafting(drafting)),
+            rounds.policy(adaptive),
             stopping,
         )
 
     def _policy(self, request: GenerationRequest) -> Policy:
-        budget, length_limit, sampling = request.budget, request.length_limit, request.sampling
-        if request.accept == tree_pb2.ACCEPTANCE_HYBRID and not sampling.is_greedy:
-            return HybridPolicy(budget, length_limit, sampling, request.hybrid_width)
-        return TreePolicy(budget, length_limit, sampling, self.serving.weights)
+        if request.accept == tree_pb2.ACCEPTANCE_HYBRID and not request.sampling.is_greedy:
+            return HybridPolicy(request.budget, request.length_limit, request.sampling, request.hybrid_width)
+        return self._tree_policy(request)
+
+    def _tree_policy(self, request: GenerationRequest) -> TreePolicy:
+        return TreePolicy(request.budget, request.length_limit, request.sampling, self.serving.weights)
 
     def _started(self, request: GenerationRequest) -> Started:
         return Started(
@@ -190,7 +203,7 @@ class Generations:
                 num_accepted_tokens=record.num_accepted_tokens(emission),
                 num_emitted_tokens=len(emission.token_ids),
             )
-            self._metrics.observe_output_tokens(len(emission.token_ids), sum(record.stage_seconds.values()))
+            self._metrics.observe_output_tokens(len(emission.token_ids), record.seconds)
         for stage, seconds in record.stage_seconds.items():
             self._metrics.stage_seconds.labels(stage).observe(seconds)
 

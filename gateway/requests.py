@@ -27,7 +27,11 @@ DEFAULT_HYBRID_WIDTH = 3
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What this gateway takes, and what it fills in."""
+    """What this gateway takes, and what it fills in.
+
+    `adaptive_budget` is the most nodes of trees whose budget is chosen in each round, where a request sets none; 0 if
+    `default_budget` holds then.
+    """
 
     max_context: int
     max_prompt_characters: int
@@ -35,6 +39,7 @@ class RequestLimits:
     max_output_tokens: int
     max_budget: int
     default_budget: int
+    adaptive_budget: int
     max_width: int
     default_max_tokens: int
     default_temperature: float
@@ -52,7 +57,10 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request that can be run as it is. `prompt` ends with `delivered`, what an earlier stream of it has given."""
+    """A request that can be run as it is. `prompt` ends with `delivered`, what an earlier stream of it has given.
+
+    `adapts` is True if the budget is chosen in each round; `budget` is then the most.
+    """
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -66,6 +74,7 @@ class GenerationRequest:
     num_log_probs: int | None = None
     index: int = 0
     num_generations: int = 1
+    adapts: bool = False
 
     @property
     def length_limit(self) -> int:
@@ -91,11 +100,14 @@ def parse(message: generate_pb2.GenerateRequest, tokenization: Tokenization, lim
         strings=_stop_strings(message),
     )
     delivered = _delivered(message, len(prompt), max_tokens, limits)
+    sampling = _sampling(message, limits)
+    adapts = _adapts(message, sampling, limits)
     return GenerationRequest(
         prompt=(*prompt, *delivered),
-        sampling=_sampling(message, limits),
+        sampling=sampling,
         rules=rules,
-        budget=_in_range(message, "budget", limits.default_budget, 0, limits.max_budget),
+        budget=limits.adaptive_budget if adapts else _in_range(message, "budget", limits.default_budget, 0, limits.max_budget),
+        adapts=adapts,
         width=_in_range(message, "width", limits.max_width, 1, limits.max_width),
         include_rounds=message.include_rounds,
         accept=message.accept or tree_pb2.ACCEPTANCE_SHARED_NOISE,
@@ -202,6 +214,14 @@ def _stop_strings(message: generate_pb2.GenerateRequest) -> tuple[str, ...]:
         if not 1 <= len(string) <= _MAX_STOP_CHARACTERS:
             raise _invalid("stop", f"a string of {len(string)} characters", f"from 1 to {_MAX_STOP_CHARACTERS} are taken")
     return tuple(message.stop)
+
+
+def _adapts(message: generate_pb2.GenerateRequest, sampling: Sampling, limits: RequestLimits) -> bool:
+    """True if the budget is chosen in each round. Never under hybrid acceptance: its law holds only if the value of a drawn
+    token does not decide the tree's shape, and that value is part of what a tree promises."""
+    if message.HasField("budget") or limits.adaptive_budget == 0:
+        return False
+    return sampling.is_greedy or message.accept != tree_pb2.ACCEPTANCE_HYBRID
 
 
 def _stop_token_ids(message: generate_pb2.GenerateRequest, limits: RequestLimits) -> tuple[int, ...]:

@@ -196,7 +196,9 @@ class Statistics:
     `rounds` are verify steps after the prefill, `lone_roots` those whose tree was only the root; `draft_tokens` are the
     nodes drafted, roots excluded, and `accepted_tokens` those of them that were emitted. `acceptance_histogram[i]` counts
     rounds that gave i + 1 tokens. `ttft_seconds` and `total_seconds` run from admission by the gateway to the first
-    token and to the end. `certificate_violations` count rounds whose tree might differ from that of full-width marginals.
+    token and to the end. `certificate_violations` count rounds whose tree might differ from that of full-width marginals;
+    `rounds_by_nodes[n]` counts rounds whose tree had n nodes, root excluded. A stage with a dot in its name is a part of the
+    stage before the dot.
     """
 
     output_tokens: int
@@ -209,6 +211,7 @@ class Statistics:
     total_seconds: float
     stage_seconds: Mapping[str, float]
     certificate_violations: int
+    rounds_by_nodes: tuple[int, ...] = ()
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -234,6 +237,7 @@ class Statistics:
             total_seconds=message.total_seconds,
             stage_seconds=dict(message.stage_seconds),
             certificate_violations=message.num_certificate_violations,
+            rounds_by_nodes=tuple(message.rounds_by_nodes),
         )
 
 
@@ -286,6 +290,7 @@ class ModelInfo:
     model: str
     max_context: int
     default_budget: int
+    adaptive_budget: bool
     max_budget: int
     default_max_tokens: int
     max_prompt_characters: int
@@ -301,6 +306,7 @@ class ModelInfo:
             model=message.model,
             max_context=message.max_context,
             default_budget=message.default_budget,
+            adaptive_budget=message.adaptive_budget,
             max_budget=message.max_budget,
             default_max_tokens=message.default_max_tokens,
             max_prompt_characters=message.max_prompt_characters,

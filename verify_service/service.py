@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from treewire.core.tree import DraftTree
 from treewire.errors import InvalidRequest, Overloaded
 from treewire.runtime.engine_thread import EngineThread
 from treewire.runtime.metrics import VerifyMetrics
-from treewire.v1 import verify_pb2, verify_pb2_grpc
+from treewire.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
 from verify_service.engine import KvExhausted, Posterior, PrefillChunk, Scoring, Target, Unsupported
 from verify_service.sessions import Opening, VerifySession, fingerprint
 from verify_service.step import Answer, Step, Work
@@ -138,7 +139,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
     async def _answer(self, session: VerifySession, request: verify_pb2.VerifyRequest) -> Sequence[verify_pb2.VerifyResponse]:
         match request.WhichOneof("event"):
             case "tree":
-                return await self._score(session, session.tree_from_message(request.tree))
+                return await self._score(session, request.tree)
             case "keep":
                 return await self._keep(session, request.keep)
             case "open":
@@ -146,9 +147,24 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
             case _:
                 raise InvalidRequest("a message of a session has a tree or a keep")
 
-    async def _score(self, session: VerifySession, tree: DraftTree) -> Sequence[verify_pb2.VerifyResponse]:
+    async def _score(self, session: VerifySession, message: tree_pb2.DraftTree) -> Sequence[verify_pb2.VerifyResponse]:
         """The answer to a tree, behind the features of what it commits."""
+        started = time.perf_counter()
+        tree = session.tree_from_message(message)
+        decoded = time.perf_counter()
         answer = await self._thread.submit(Work(Scoring(session.id, tree), session.rule, session.opening.num_log_probs))
+        answered = time.perf_counter()
+        responses = self._scored(session, tree, answer)
+        scored = responses[-1].scored
+        scored.stage_seconds["decode"] = decoded - started
+        scored.stage_seconds["queue"] = max(0.0, answered - decoded - answer.step_seconds - answer.walk_seconds)
+        scored.stage_seconds["walk"] = answer.walk_seconds
+        if session.prices_are_old(answered):
+            scored.prices.extend(_prices_to_messages(self._step.prices))
+        scored.stage_seconds["encode"] = time.perf_counter() - answered
+        return responses
+
+    def _scored(self, session: VerifySession, tree: DraftTree, answer: Answer) -> Sequence[verify_pb2.VerifyResponse]:
         scored = scored_to_message(answer)
         if answer.acceptance is None:
             session.tree_to_keep, session.features_to_keep = tree, answer.posterior.features
@@ -189,11 +205,14 @@ def limits(target: Target, prices: Sequence[StepPrice] = ()) -> verify_pb2.Verif
         fingerprint=fingerprint(target),
         end_token_ids=target.end_token_ids,
         engine=target.engine,
-        prices=[
-            verify_pb2.StepPrice(num_nodes=price.num_nodes, batch_size=price.batch_size, seconds=price.seconds)
-            for price in prices
-        ],
+        prices=_prices_to_messages(prices),
     )
+
+
+def _prices_to_messages(prices: Sequence[StepPrice]) -> list[verify_pb2.StepPrice]:
+    return [
+        verify_pb2.StepPrice(num_nodes=price.num_nodes, batch_size=price.batch_size, seconds=price.seconds) for price in prices
+    ]
 
 
 def scored_to_message(answer: Answer) -> verify_pb2.Scored:

@@ -19,6 +19,7 @@ from verify_service.rules import Rule, hybrid, shared_noise
 
 MAX_NODE_PROBABILITIES = 64
 MAX_LOG_PROBS = 64
+PRICES_SECONDS = 3.0
 _session_ids = itertools.count(1)
 
 
@@ -111,7 +112,7 @@ class VerifySession:
     """The state of one stream. `length` counts committed tokens; the last of them is the next tree's root.
 
     `features_to_keep` are those of the nodes of `tree_to_keep`, if the session wants features. `num_features` counts the
-    positions whose features have been sent.
+    positions whose features have been sent, `prices_told` is when prices were.
     """
 
     target: Target
@@ -122,6 +123,7 @@ class VerifySession:
     tree_to_keep: DraftTree | None = None
     features_to_keep: NDArray[np.float32] | None = None
     num_features: int = 0
+    prices_told: float | None = None
 
     def __post_init__(self) -> None:
         self.length = len(self.opening.prompt)
@@ -160,6 +162,15 @@ class VerifySession:
                 f"keep has next token {message.next_token_id}, the vocabulary has ids to {self.target.vocabulary_size - 1}"
             )
         return tree, Acceptance(nodes, message.next_token_id)
+
+    def prices_are_old(self, now: float) -> bool:
+        """True once every few seconds, when the caller is to be told the prices again. It was told them at open."""
+        if self.prices_told is None:
+            self.prices_told = now
+        if now - self.prices_told < PRICES_SECONDS:
+            return False
+        self.prices_told = now
+        return True
 
     def features_to_messages(self, features: NDArray[np.float32], *, last: bool) -> list[tree_pb2.Features]:
         """Messages of the next positions' features, float32 [positions, size]."""

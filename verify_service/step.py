@@ -42,7 +42,7 @@ class Work:
 class Answer:
     """What the target said, what was accepted (None for a chunk, or when the caller accepts), and what the step cost.
 
-    `log_probs` are those of the committed tokens, if asked for.
+    `log_probs` are those of the committed tokens, if asked for. `walk_seconds` went into acceptance and keep.
     """
 
     posterior: Posterior
@@ -50,6 +50,7 @@ class Answer:
     step_seconds: float
     batch_size: int
     log_probs: tuple[TokenLogProbs, ...] = ()
+    walk_seconds: float = 0.0
 
 
 class Step:
@@ -132,12 +133,13 @@ class Step:
             return [refused.get(work.item.session) or next(answered) for work in batch]
 
     def _answer(self, work: Work, posterior: Posterior, seconds: float, batch_size: int) -> Answer:
-        acceptance = None
+        acceptance, started = None, self._clock()
         if isinstance(work.item, Scoring) and work.rule is not None:
             acceptance = work.rule(work.item.tree, posterior)
             self.engine.keep(work.item.session, acceptance)
         log_probs = _log_probs(work, posterior, acceptance)
-        return Answer(replace(posterior, distributions=None), acceptance, seconds, batch_size, log_probs)
+        walk_seconds = self._clock() - started
+        return Answer(replace(posterior, distributions=None), acceptance, seconds, batch_size, log_probs, walk_seconds)
 
 
 def _log_probs(work: Work, posterior: Posterior, acceptance: Acceptance | None) -> tuple[TokenLogProbs, ...]:

@@ -24,6 +24,7 @@ from treewire.runtime.server import Server
 from verify_service.assembly import VerifyProcess
 from verify_service.engine import TargetEngine
 from verify_service.engines.simulated import SimulatedTarget
+from verify_service.price import Measure, no_prices
 from verify_service.settings import VerifySettings
 
 LOOPBACK = "127.0.0.1:0"
@@ -100,12 +101,12 @@ async def draft_server(
 
 @asynccontextmanager
 async def verify_server(
-    engine: TargetEngine, bind: str = LOOPBACK, **settings: Any
+    engine: TargetEngine, bind: str = LOOPBACK, measure: Measure = no_prices, **settings: Any
 ) -> AsyncIterator[tuple[Running, VerifyProcess]]:
-    """A verify service over `engine`."""
+    """A verify service over `engine`, whose steps are priced by `measure`."""
     async with AsyncExitStack() as lifetime:
         options = VerifySettings(bind=bind, **settings)
-        process = verify_service.assembly.assemble(options, lambda: engine)
+        process = verify_service.assembly.assemble(options, lambda: engine, measure)
         server = await _entered(lifetime, options, process, verify_service.assembly.SERVICE, thread=True)
         yield Running(server, lifetime), process
 

@@ -259,12 +259,34 @@ class Scored(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class StageSecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     POSTERIOR_FIELD_NUMBER: _builtins.int
     ACCEPTED_NODES_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
     NODE_PROBABILITIES_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    STAGE_SECONDS_FIELD_NUMBER: _builtins.int
+    PRICES_FIELD_NUMBER: _builtins.int
     step_seconds: _builtins.float
     """Seconds that the step took on the target, for the stage times."""
     batch_size: _builtins.int
@@ -285,6 +307,14 @@ class Scored(_message.Message):
     def node_probabilities(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeProbabilities]:
         """For each node, when asked for at open."""
 
+    @_builtins.property
+    def stage_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Seconds that the tree spent in the service around its step, by stage: decode, queue, walk (acceptance and keep), encode."""
+
+    @_builtins.property
+    def prices(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepPrice]:
+        """Measured step times as they are now, every few seconds while the session goes on; empty in between."""
+
     def __init__(
         self,
         *,
@@ -294,10 +324,12 @@ class Scored(_message.Message):
         node_probabilities: _abc.Iterable[Global___NodeProbabilities] | None = ...,
         step_seconds: _builtins.float = ...,
         batch_size: _builtins.int = ...,
+        stage_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        prices: _abc.Iterable[Global___StepPrice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "commit", b"commit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "accepted_nodes", b"accepted_nodes", "batch_size", b"batch_size", "commit", b"commit", "node_probabilities", b"node_probabilities", "posterior", b"posterior", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "accepted_nodes", b"accepted_nodes", "batch_size", b"batch_size", "commit", b"commit", "node_probabilities", b"node_probabilities", "posterior", b"posterior", "prices", b"prices", "stage_seconds", b"stage_seconds", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__commit: _TypeAlias = _typing.Literal["commit"]  # noqa: Y015
     _WhichOneofArgType__commit: _TypeAlias = _typing.Literal["_commit", b"_commit"]  # noqa: Y015
