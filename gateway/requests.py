@@ -20,8 +20,8 @@ _MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARACTERS = 256
 _MAX_STOP_TOKENS = 64
 _MAX_HYBRID_WIDTH = 16
-_MAX_LOG_PROBS = 20
-_MAX_GENERATIONS = 16
+MAX_LOG_PROBS = 20
+MAX_GENERATIONS = 16
 DEFAULT_HYBRID_WIDTH = 3
 
 
@@ -100,8 +100,8 @@ def parse(message: generate_pb2.GenerateRequest, tokenization: Tokenization, lim
         include_rounds=message.include_rounds,
         accept=message.accept or tree_pb2.ACCEPTANCE_SHARED_NOISE,
         hybrid_width=_in_range(message, "hybrid_width", DEFAULT_HYBRID_WIDTH, 1, _MAX_HYBRID_WIDTH),
-        num_log_probs=_in_range(message, "num_log_probs", 0, 0, _MAX_LOG_PROBS) if message.HasField("num_log_probs") else None,
-        num_generations=_in_range(message, "n", 1, 1, _MAX_GENERATIONS),
+        num_log_probs=_in_range(message, "num_log_probs", 0, 0, MAX_LOG_PROBS) if message.HasField("num_log_probs") else None,
+        num_generations=_in_range(message, "n", 1, 1, MAX_GENERATIONS),
         delivered=delivered,
     )
 

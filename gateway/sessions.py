@@ -144,6 +144,7 @@ async def verify_session(
             prompt_token_ids=wire.token_ids_to_bytes(request.prompt),
             sampling=wire.sampling_to_message(request.sampling),
             features=request.features is not None,
+            first_feature_position=0 if request.features is None else min(request.features.stop, len(request.prompt)),
             accept=request.accept,
             num_log_probs=request.num_log_probs,
             num_output_tokens=request.num_output_tokens,

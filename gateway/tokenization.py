@@ -182,6 +182,15 @@ class Tokenization:
         token: str | None = self.tokenizer.id_to_token(token_id)
         return f"<{token_id}>" if token is None else token.replace(_WORD_BOUNDARY, " ")
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one token, those of a special token's name included; none for an id without a token."""
+        if self._token_bytes is not None:
+            return self._token_bytes.get(token_id, b"")
+        token: str = self.tokenizer.id_to_token(token_id) or ""
+        if token_id in self._byte_ids:
+            return bytes([int(token[3:5], 16)])
+        return token.replace(_WORD_BOUNDARY, " ").encode("utf-8")
+
     def decoder(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A detokenizer for one generation."""
         silent_ids = self._special_ids if skip_special_tokens else frozenset()

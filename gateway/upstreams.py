@@ -78,11 +78,18 @@ class Upstreams:
         return self._patience.horizon
 
     def session_request(
-        self, request: GenerationRequest, call: Call, trace: Trace | None, *, noise_weight: float
+        self,
+        request: GenerationRequest,
+        call: Call,
+        trace: Trace | None,
+        *,
+        noise_weight: float,
+        prompt_features: FeatureLog | None = None,
     ) -> SessionRequest:
         """What both services are told of a generation whose trees give the shared noise this weight. Context features are
-        asked for if the drafter, when last met, reads them."""
+        asked for if the drafter, when last met, reads them; those of the prompt may be known from another generation."""
         wants_features = self._drafter_reads_features and request.budget > 0 and self.target.feature_size > 0
+        features = FeatureLog(self._patience.feature_bytes) if prompt_features is None else prompt_features.copy()
         return SessionRequest(
             request.prompt,
             request.sampling,
@@ -93,7 +100,7 @@ class Upstreams:
             trees_aim_at_noise=noise_weight > 0 and request.accept != tree_pb2.ACCEPTANCE_HYBRID,
             num_output_tokens=len(request.delivered),
             trace=trace,
-            features=FeatureLog(self._patience.feature_bytes) if wants_features else None,
+            features=features if wants_features else None,
         )
 
     async def meet_drafter(self) -> None:

@@ -119,12 +119,14 @@ class TargetEngine(Protocol):
         num_output_tokens: int = 0,
         num_node_probabilities: int = 0,
         wants_features: bool = False,
+        first_feature_position: int = 0,
     ) -> int:
         """Make room for a session. The last `num_output_tokens` of the prompt count as output. Computes nothing yet.
 
         Returns how many of the prompt's first tokens need not be computed, another session having done so: the session's
         chunks start behind them. The prompt's last token is never among them. `wants_features` only where the target gives
-        them: it is then 0, since features are made of what is computed.
+        them: it is then 0, since features are made of what is computed, unless only those from `first_feature_position` on are
+        wanted and that is at or behind the last token.
         """
 
     def step(self, work: Sequence[PrefillChunk | Scoring]) -> Sequence[Posterior]:

@@ -56,7 +56,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         session = VerifySession(self._step.engine.target, await self._opening(requests))
         self._admit(session)
         try:
-            num_known = await self._thread.call(partial(self._open, session))
+            num_known = session.num_features = await self._thread.call(partial(self._open, session))
             yield verify_pb2.VerifyResponse(accepted_open=self._limits())
             async for response in self._prefill(session, num_known):
                 yield response
@@ -106,6 +106,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
                 num_output_tokens=opening.num_output_tokens,
                 num_node_probabilities=opening.num_node_probabilities,
                 wants_features=opening.wants_features,
+                first_feature_position=opening.first_feature_position,
             )
         except Unsupported as error:
             raise errors.Unsupported(str(error)) from error

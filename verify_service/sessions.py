@@ -33,6 +33,7 @@ class Opening:
     num_log_probs: int | None
     accept: int
     wants_features: bool
+    first_feature_position: int
 
     @property
     def caller_accepts(self) -> bool:
@@ -59,6 +60,7 @@ class Opening:
         _check_range("num_output_tokens", message.num_output_tokens, len(prompt) - 1)
         _check_range("num_node_probabilities", message.num_node_probabilities, MAX_NODE_PROBABILITIES)
         _check_range("num_log_probs", message.num_log_probs, MAX_LOG_PROBS)
+        _check_range("first_feature_position", message.first_feature_position, len(prompt))
         return cls(
             prompt=prompt,
             sampling=wire.sampling_from_message(message.sampling, Sampling(), vocabulary_size=target.vocabulary_size),
@@ -67,6 +69,7 @@ class Opening:
             num_log_probs=message.num_log_probs if message.HasField("num_log_probs") else None,
             accept=message.accept,
             wants_features=message.features,
+            first_feature_position=message.first_feature_position,
         )
 
 
@@ -111,7 +114,7 @@ class VerifySession:
     """The state of one stream. `length` counts committed tokens; the last of them is the next tree's root.
 
     `features_to_keep` are those of the nodes of `tree_to_keep`, if the session wants features. `num_features` counts the
-    positions whose features have been sent.
+    positions whose features have been sent, or need not be.
     """
 
     target: Target

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from gateway.requests import MAX_GENERATIONS, MAX_LOG_PROBS
 from treewire.errors import Unsupported
 
 _MAX_INT32 = 2**31 - 1
@@ -83,8 +84,7 @@ class GenerationBody(Body):
     safety_identifier: str | None = Field(None, description="Taken, has no effect.")
     prompt_cache_key: str | None = Field(None, description="Taken, has no effect.")
 
-    n: JsonValue = _only(1)
-    logprobs: JsonValue = _only(False)
+    n: int | None = Field(None, ge=1, le=MAX_GENERATIONS, description="Choices, of the seeds seed, seed + 1, ...")
     service_tier: JsonValue = _only("auto", "default")
 
     def check_neutral(self) -> None:
@@ -138,7 +138,10 @@ class ChatCompletionRequest(GenerationBody):
     messages: list[ChatMessage] = Field(min_length=1, description="The conversation, oldest first.")
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INT32, description="Today's name of max_tokens; it wins.")
 
-    top_logprobs: JsonValue = _only(0)
+    logprobs: bool | None = Field(None, description="The log-probability of every token, under the model's own distribution.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOG_PROBS, description="With logprobs: so many of the likeliest tokens beside each."
+    )
     response_format: JsonValue = _only({"type": "text"})
     tools: JsonValue = _only([])
     tool_choice: JsonValue = _only("none", "auto")
@@ -158,6 +161,9 @@ class CompletionRequest(GenerationBody):
     """The body of /v1/completions."""
 
     prompt: str | list[TokenId] | list[str] = Field(description="A text, or its token ids; a list of texts has one.")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOG_PROBS, description="Log-probabilities, with so many of the likeliest tokens beside each."
+    )
 
     best_of: JsonValue = _only(1)
     echo: JsonValue = _only(False)

@@ -44,13 +44,16 @@ class _Input(TypedDict, total=False):
 
 def chat_request(body: ChatCompletionRequest) -> Request:
     """The request of a chat completion."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs goes with logprobs", metadata={"field": "top_logprobs"})
+    num_log_probs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = body.max_completion_tokens or body.max_tokens
-    return _request(body, max_tokens, _Input(messages=to_messages(body.messages)))
+    return _request(body, max_tokens, num_log_probs, _Input(messages=to_messages(body.messages)))
 
 
 def completion_request(body: CompletionRequest) -> Request:
     """The request of a completion. InvalidRequest for more than one prompt."""
-    return _request(body, body.max_tokens, _prompt(body.prompt))
+    return _request(body, body.max_tokens, body.logprobs, _prompt(body.prompt))
 
 
 def to_messages(messages: Sequence[ChatMessage]) -> list[Message]:
@@ -70,7 +73,7 @@ def _prompt(prompt: str | list[int] | list[str]) -> _Input:
     return _Input(text=texts[0])
 
 
-def _request(body: GenerationBody, max_tokens: int | None, given: _Input) -> Request:
+def _request(body: GenerationBody, max_tokens: int | None, num_log_probs: int | None, given: _Input) -> Request:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options goes with stream", metadata={"field": "stream_options"})
     body.check_neutral()
@@ -87,6 +90,8 @@ def _request(body: GenerationBody, max_tokens: int | None, given: _Input) -> Req
         ignore_end=bool(body.ignore_eos),
         budget=body.budget,
         width=body.width,
+        num_log_probs=num_log_probs,
+        n=body.n,
     )
 
 

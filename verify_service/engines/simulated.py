@@ -177,6 +177,7 @@ class SimulatedTarget:
         num_output_tokens: int = 0,
         num_node_probabilities: int = 0,
         wants_features: bool = False,
+        first_feature_position: int = 0,
     ) -> int:
         """Make room for a session; how many tokens of its prompt are computed already.
 

@@ -93,6 +93,7 @@ class SglangTarget:
         num_output_tokens: int = 0,
         num_node_probabilities: int = 0,
         wants_features: bool = False,
+        first_feature_position: int = 0,
     ) -> int:
         """Make room for a session. Computes nothing yet, and shares nothing with other sessions: returns 0.
 
