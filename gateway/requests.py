@@ -10,6 +10,7 @@ from gateway.tokenization import Tokenization
 from treewire import wire
 from treewire.core.noise import MAX_SEED
 from treewire.core.sampling import Sampling
+from treewire.core.structure import Structure
 from treewire.errors import InvalidRequest, Unsupported
 from treewire.runtime.calls import CallerLimits
 from treewire.v1 import generate_pb2, tree_pb2
@@ -64,6 +65,7 @@ class GenerationRequest:
     accept: tree_pb2.Acceptance.ValueType = tree_pb2.ACCEPTANCE_SHARED_NOISE
     hybrid_width: int = DEFAULT_HYBRID_WIDTH
     num_log_probs: int | None = None
+    structure: Structure | None = None
     index: int = 0
     num_generations: int = 1
 
@@ -103,6 +105,7 @@ def parse(message: generate_pb2.GenerateRequest, tokenization: Tokenization, lim
         num_log_probs=_in_range(message, "num_log_probs", 0, 0, MAX_LOG_PROBS) if message.HasField("num_log_probs") else None,
         num_generations=_in_range(message, "n", 1, 1, MAX_GENERATIONS),
         delivered=delivered,
+        structure=wire.structure_from_message(message),
     )
 
 
@@ -118,7 +121,10 @@ def _refuse_unsupported(message: generate_pb2.GenerateRequest) -> None:
     if message.HasField("num_prompt_log_probs"):
         raise _unsupported("num_prompt_log_probs", "the logits of a prompt are computed for its last token alone")
     if structure := message.WhichOneof("structure"):
-        raise _unsupported(structure, "this gateway does not hold generations to a structure")
+        if message.ignore_end:
+            raise _unsupported("ignore_end", f"what must match a {structure} ends where that ends")
+        if message.sampling.min_tokens:
+            raise _unsupported("min_tokens", f"what must match a {structure} ends where that ends")
     if message.HasField("hybrid_width") and message.accept != tree_pb2.ACCEPTANCE_HYBRID:
         raise _invalid("hybrid_width", message.hybrid_width, "it goes with ACCEPTANCE_HYBRID")
 

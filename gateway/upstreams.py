@@ -100,6 +100,7 @@ class Upstreams:
             trees_aim_at_noise=noise_weight > 0 and request.accept != tree_pb2.ACCEPTANCE_HYBRID,
             num_output_tokens=len(request.delivered),
             trace=trace,
+            structure=request.structure,
             features=features if wants_features else None,
         )
 

@@ -55,21 +55,39 @@ class Target:
     feature_projection_hash: str = ""
 
 
+class Masks(Protocol):
+    """Which tokens the target may choose. They may still be computed when a step begins, beside its forward."""
+
+    def rows(self) -> NDArray[np.int32]:
+        """For each choice of a chunk or tree the tokens that it may be, int32 [choices, ceil(vocabulary / 32)]; waits.
+
+        Bit v % 32 of word v // 32 is token v's. Every row allows a token.
+        """
+
+
 @dataclass(frozen=True)
 class PrefillChunk:
-    """The next tokens of a session's prompt, in order. `last` marks the chunk after which the target chooses a token."""
+    """The next tokens of a session's prompt, in order. `last` marks the chunk after which the target chooses a token.
+
+    Without `masks` it may be any.
+    """
 
     session: SessionId
     token_ids: tuple[int, ...]
     last: bool
+    masks: Masks | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """One tree to score for a session whose prefill is complete. The root is the session's last committed token."""
+    """One tree to score for a session whose prefill is complete. The root is the session's last committed token.
+
+    Without `masks` the target may choose any token.
+    """
 
     session: SessionId
     tree: DraftTree
+    masks: Masks | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

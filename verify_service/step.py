@@ -15,6 +15,7 @@ from treewire.runtime.engine_thread import EngineDied
 from verify_service.engine import EngineLost, KvExhausted, Posterior, PrefillChunk, Scoring, SessionId, TargetEngine
 from verify_service.price import LivePrices, Measure, no_prices
 from verify_service.rules import Rule, shared_noise
+from verify_service.structures.pruning import Pruning
 
 _WARM_UP_SESSION: SessionId = 0  # sessions of callers count from 1
 _KV_RETRY_SECONDS = 1.0
@@ -25,12 +26,14 @@ class Work:
     """What one session waits for: its next chunk or its tree.
 
     `rule` accepts of the tree, None leaves that to the caller. With `num_log_probs` every token that is committed comes with
-    its log-prob and with so many of the likeliest tokens.
+    its log-prob and with so many of the likeliest tokens. With a `pruning` the item's tree is what that leaves; the answer is
+    one to the whole tree.
     """
 
     item: PrefillChunk | Scoring
     rule: Rule | None = shared_noise
     num_log_probs: int | None = None
+    pruning: Pruning | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -128,18 +131,17 @@ class Step:
             return [refused.get(work.item.session) or next(answered) for work in batch]
 
     def _answer(self, work: Work, posterior: Posterior, seconds: float, batch_size: int) -> Answer:
-        acceptance = None
+        if work.pruning is not None:
+            posterior = work.pruning.spread(posterior)
+        acceptance, token_ids = None, posterior.token_ids[:1]
         if isinstance(work.item, Scoring) and work.rule is not None:
-            acceptance = work.rule(work.item.tree, posterior)
-            self.engine.keep(work.item.session, acceptance)
-        log_probs = _log_probs(work, posterior, acceptance)
+            tree = work.item.tree if work.pruning is None else work.pruning.tree
+            acceptance = work.rule(tree, posterior)
+            token_ids = acceptance.token_ids(tree)
+            kept = acceptance if work.pruning is None else work.pruning.within(acceptance)
+            self.engine.keep(work.item.session, kept)
+        log_probs: tuple[TokenLogProbs, ...] = ()
+        if work.num_log_probs is not None and posterior.distributions is not None:
+            nodes = (0,) if acceptance is None else acceptance.nodes
+            log_probs = posterior.distributions.log_probs(nodes, token_ids, work.num_log_probs)
         return Answer(replace(posterior, distributions=None), acceptance, seconds, batch_size, log_probs)
-
-
-def _log_probs(work: Work, posterior: Posterior, acceptance: Acceptance | None) -> tuple[TokenLogProbs, ...]:
-    """Of the tokens that are committed: a tree's accepted ones and the bonus, a last chunk's one."""
-    if work.num_log_probs is None or posterior.distributions is None:
-        return ()
-    if acceptance is None or isinstance(work.item, PrefillChunk):
-        return posterior.distributions.log_probs([0], posterior.token_ids[:1], work.num_log_probs)
-    return posterior.distributions.log_probs(acceptance.nodes, acceptance.token_ids(work.item.tree), work.num_log_probs)
