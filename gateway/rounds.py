@@ -150,8 +150,11 @@ class _RecordedVerifying:
     async def verify(self, built: BuiltTree) -> Commit:
         with self._rounds.stage("verify"):
             commit = await self._inner.verify(built)
+        scored = self._inner.scored
+        if scored is not None:
+            built = built.grafted(scored.grafted_token_ids, scored.grafted_parents)
         self._rounds.current.built, self._rounds.current.commit = built, commit
-        self._rounds.current.scored = self._inner.scored
+        self._rounds.current.scored = scored
         return commit
 
 

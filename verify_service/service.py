@@ -158,7 +158,10 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
 
     async def _score(self, session: VerifySession, tree: DraftTree) -> Sequence[verify_pb2.VerifyResponse]:
         """The answer to a tree, behind the features of what it commits."""
-        pruning = None if session.matching is None else await session.matching.pruned(tree)
+        pruning = None
+        if session.matching is not None:  # a caller that accepts knows the nodes that it sent, none are grafted for it
+            deepest = 0 if session.rule is None else self._step.engine.target.max_context - session.length
+            pruning = await session.matching.pruned(tree, deepest)
         left = tree if pruning is None else pruning.left
         masks = None if session.matching is None else session.matching.masks(left)
         work = Work(Scoring(session.id, left, masks), session.rule, session.opening.num_log_probs, pruning)
@@ -166,6 +169,10 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         if masks is not None:
             masks.check()
         scored = scored_to_message(answer)
+        if pruning is not None:
+            tree = pruning.tree
+            scored.grafted_token_ids.extend(tree.token_ids[pruning.num_sent :])
+            scored.grafted_parents.extend(tree.parents[pruning.num_sent :])
         if answer.acceptance is None:
             session.tree_to_keep, session.features_to_keep = tree, answer.posterior.features
             session.pruning_to_keep = pruning

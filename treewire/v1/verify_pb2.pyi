@@ -286,6 +286,8 @@ class Scored(_message.Message):
     NODE_PROBABILITIES_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    GRAFTED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    GRAFTED_PARENTS_FIELD_NUMBER: _builtins.int
     step_seconds: _builtins.float
     """Seconds that the step took on the target, for the stage times."""
     batch_size: _builtins.int
@@ -306,6 +308,14 @@ class Scored(_message.Message):
     def node_probabilities(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeProbabilities]:
         """For each node, when asked for at open."""
 
+    @_builtins.property
+    def grafted_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of nodes that the structure's own guesses added in place of forbidden ones; they are numbered on from the tree's last."""
+
+    @_builtins.property
+    def grafted_parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The parent of each of them: a node of the tree, or one of these before it."""
+
     def __init__(
         self,
         *,
@@ -315,10 +325,12 @@ class Scored(_message.Message):
         node_probabilities: _abc.Iterable[Global___NodeProbabilities] | None = ...,
         step_seconds: _builtins.float = ...,
         batch_size: _builtins.int = ...,
+        grafted_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        grafted_parents: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "commit", b"commit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "accepted_nodes", b"accepted_nodes", "batch_size", b"batch_size", "commit", b"commit", "node_probabilities", b"node_probabilities", "posterior", b"posterior", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "accepted_nodes", b"accepted_nodes", "batch_size", b"batch_size", "commit", b"commit", "grafted_parents", b"grafted_parents", "grafted_token_ids", b"grafted_token_ids", "node_probabilities", b"node_probabilities", "posterior", b"posterior", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__commit: _TypeAlias = _typing.Literal["commit"]  # noqa: Y015
     _WhichOneofArgType__commit: _TypeAlias = _typing.Literal["_commit", b"_commit"]  # noqa: Y015

@@ -54,9 +54,9 @@ class Matching:
     limits: StructureLimits
     threads: ThreadPoolExecutor
 
-    async def pruned(self, tree: DraftTree) -> Pruning:
-        """What the structure leaves of a tree. Raises InvalidRequest if that is not found in time."""
-        return await self._beside(lambda: self.match.pruned(tree))
+    async def pruned(self, tree: DraftTree, deepest: int) -> Pruning:
+        """What the structure leaves of a tree and grafts on it, not below `deepest`. InvalidRequest if not found in time."""
+        return await self._beside(lambda: self.match.pruned(tree, deepest))
 
     async def advance(self, token_ids: Sequence[int]) -> None:
         """The output goes on with these tokens. Raises InvalidRequest if they do not fit."""
@@ -112,9 +112,8 @@ class Grammars:
         if isinstance(compiled, BadStructure):
             raise refusal(structure, str(compiled))
         target = self._target()
-        matching = Matching(
-            structure, Match(self._matcher(compiled), target.vocabulary_size, target.end_token_ids), self._limits, self._threads
-        )
+        match = Match(self._matcher(compiled), target.vocabulary_size, target.end_token_ids, self._encode)
+        matching = Matching(structure, match, self._limits, self._threads)
         await matching.advance(output)
         return matching
 
@@ -148,13 +147,20 @@ class Grammars:
 
         return xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(self._target().end_token_ids))
 
+    def _encode(self, text: str) -> list[int]:
+        return list(self._read_tokenizer.encode(text, add_special_tokens=False).ids) if text else []
+
+    @cached_property
+    def _read_tokenizer(self) -> Tokenizer:
+        return self._tokenizer()
+
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         target = self._target()
         if not target.end_token_ids:
             raise Unsupported("this target has no token that ends an output: nothing could end one that matches a structure")
         try:
-            token_bytes = spelled_bytes(self._tokenizer())
+            token_bytes = spelled_bytes(self._read_tokenizer)
         except ValueError as error:
             raise Unsupported(f"this service holds no output to a structure: {error}") from error
         return Vocabulary(token_bytes, target.vocabulary_size, target.end_token_ids)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future, wait
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -32,8 +33,8 @@ class Matcher(Protocol):
     def is_terminated(self) -> bool:
         """True after a token that ends the output."""
 
-    def find_jump_forward_tokens(self) -> list[int]:
-        """Tokens that spell what must come next."""
+    def find_jump_forward_string(self) -> str:
+        """The text that must come next; empty where there is a choice."""
 
 
 class Visit(NamedTuple):
@@ -53,6 +54,7 @@ class Match:
     matcher: Matcher
     vocabulary_size: int
     end_token_ids: tuple[int, ...]
+    encode: Callable[[str], list[int]]
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """The output goes on with these tokens. Raises ValueError at one that does not fit; tokens behind its end are none."""
@@ -62,9 +64,34 @@ class Match:
             if not self.matcher.accept_token(token_id):
                 raise ValueError(f"token {token_id} does not match the structure")
 
-    def pruned(self, tree: DraftTree) -> Pruning:
-        """The nodes of a tree whose whole path fits."""
-        return Pruning(tree, tuple(sorted(visit.node for visit in self._visits(tree) if visit.fits)))
+    def pruned(self, tree: DraftTree, deepest: int) -> Pruning:
+        """The nodes of a tree whose whole path fits, and in place of the others what the structure forces after them.
+
+        What is forced is a guess like any other: it is one text, but the target may cut it into other tokens. No graft is
+        below `deepest`.
+        """
+        fitting = tuple(sorted(visit.node for visit in self._visits(tree) if visit.fits))
+        token_ids, parents = list(tree.token_ids), list(tree.parents)
+        with closing(self._visits(tree)) as visits:
+            for node in (visit.node for visit in visits if visit.fits):
+                room = min(len(tree) - len(fitting) - (len(token_ids) - len(tree)), deepest - tree.depths[node])
+                forced = self._forced()[: max(0, room)]
+                if forced and all(tree.token_ids[child] != forced[0] for child in tree.children[node]):
+                    parents += [node, *range(len(token_ids), len(token_ids) + len(forced) - 1)]
+                    token_ids += forced
+        grown = DraftTree(tuple(token_ids), tuple(parents), tree.draws)
+        return Pruning(grown, (*fitting, *range(len(tree), len(grown))), len(tree))
+
+    def _forced(self) -> list[int]:
+        """The text that must come next, as tokens that fit."""
+        if self.matcher.is_terminated():
+            return []
+        token_ids = self.encode(self.matcher.find_jump_forward_string())
+        num_fitting = 0
+        while num_fitting < len(token_ids) and self.matcher.accept_token(token_ids[num_fitting]):
+            num_fitting += 1
+        self.matcher.rollback(num_fitting)
+        return token_ids[:num_fitting]
 
     def rows(self, tree: DraftTree) -> Rows:
         """What may follow each node of a tree whose nodes all fit, int32 [nodes, words]: bit v of a row is token v's."""
@@ -86,7 +113,7 @@ class Match:
             rows[:, token_id // _WORD_BITS] |= np.uint32(1 << token_id % _WORD_BITS).astype(np.int32)
         return rows
 
-    def _visits(self, tree: DraftTree) -> Iterator[Visit]:
+    def _visits(self, tree: DraftTree) -> Generator[Visit, None, None]:
         """All nodes but those below one that does not fit, depth first; the root is the last token of the output itself."""
         yield Visit(0, True)
         ahead = [(child, 0) for child in reversed(tree.children[0])]

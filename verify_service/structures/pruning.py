@@ -1,4 +1,4 @@
-"""This file is a tree without the nodes that a structure forbids, and what the target said of it as an answer to the whole."""
+"""This file is a tree as a structure leaves and grows it, and what the target said of that as an answer to the whole."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ NOT_COMPUTED = -1
 class Pruning:
     """A tree, and those of its nodes that are left, in their order and with every ancestor; the root always is.
 
+    Behind the `num_sent` nodes that were sent the tree may have others, grafted for what the structure forces.
+
     Acceptance sees the whole tree: the target's choices never lead to a node that was left out, but a rule that rejects drawn
     nodes must know that they were drawn.
     """
 
     tree: DraftTree
     nodes: tuple[int, ...]
+    num_sent: int
 
     @cached_property
     def left(self) -> DraftTree:
