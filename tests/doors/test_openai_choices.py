@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
+import pydantic
 import pytest
 
-from tests.doors.test_openai_client import MESSAGES, MODEL, async_client, rig, text_of
+from tests.doors.test_openai_client import MESSAGES, MODEL, async_client, rig, streamed_chat, text_of
 from tests.system.local_stack import local_stack
 from treewire import Sampling
 from treewire.types import Generation
@@ -161,3 +162,39 @@ def test_synchronous_client() -> None:
         assert sum(len(chunk.choices[0].logprobs.content) for chunk in own if chunk.choices[0].logprobs) == len(
             choice.logprobs.content
         )
+
+
+async def test_response_format_holds_answers_to_json() -> None:
+    """json_schema and json_object, whole and streamed, with the client's own parsing; and vLLM's structured_outputs."""
+
+    class Tree(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(extra="forbid")
+        kind: Literal["oak", "ash"]
+        ages: list[Annotated[int, pydantic.Field(ge=0, le=99)]] = pydantic.Field(max_length=3)
+
+    async with rig() as (_, client):
+        options: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 100, "temperature": 1.0, "seed": 3}
+        parsed: Any = await client.chat.completions.parse(response_format=Tree, **options)
+        stated: Any = {
+            "type": "json_schema",
+            "json_schema": {"name": "tree", "strict": True, "schema": Tree.model_json_schema()},
+        }
+        whole = await client.chat.completions.create(response_format=stated, n=2, **options)
+        streamed = await streamed_chat(client, response_format=stated, **options)
+        anything: Any = {"type": "json_object"}
+        stop: Any = {"stop": ["}"]}  # the model of a hash would go on and on
+        loose = await client.chat.completions.create(response_format=anything, **stop, **options)
+        extra: Any = {"structured_outputs": {"regex": "(oak|ash){2}"}}
+        plain = await client.completions.create(model=MODEL, prompt="go on", max_tokens=20, extra_body=extra)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(
+                response_format={**stated, "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}, **options
+            )
+    assert isinstance(parsed.choices[0].message.parsed, Tree)
+    for choice in whole.choices:
+        Tree.model_validate_json(choice.message.content or "")
+    assert text_of(streamed) == whole.choices[0].message.content
+    assert (loose.choices[0].message.content or "").startswith("{")
+    assert plain.choices[0].text in ("oakoak", "oakash", "ashoak", "ashash")
+    assert caught.value.param == "response_format"
+    assert "nonsense" in caught.value.message

@@ -112,7 +112,7 @@ class Grammars:
         if isinstance(compiled, BadStructure):
             raise refusal(structure, str(compiled))
         target = self._target()
-        match = Match(self._matcher(compiled), target.vocabulary_size, target.end_token_ids, self._encode)
+        match = Match(self._matcher(compiled), target.vocabulary_size, target.end_token_ids)
         matching = Matching(structure, match, self._limits, self._threads)
         await matching.advance(output)
         return matching
@@ -147,20 +147,13 @@ class Grammars:
 
         return xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(self._target().end_token_ids))
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._read_tokenizer.encode(text, add_special_tokens=False).ids) if text else []
-
-    @cached_property
-    def _read_tokenizer(self) -> Tokenizer:
-        return self._tokenizer()
-
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         target = self._target()
         if not target.end_token_ids:
             raise Unsupported("this target has no token that ends an output: nothing could end one that matches a structure")
         try:
-            token_bytes = spelled_bytes(self._read_tokenizer)
+            token_bytes = spelled_bytes(self._tokenizer())
         except ValueError as error:
             raise Unsupported(f"this service holds no output to a structure: {error}") from error
         return Vocabulary(token_bytes, target.vocabulary_size, target.end_token_ids)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from concurrent.futures import Executor, Future, wait
-from contextlib import closing
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +16,10 @@ from verify_service.structures.pruning import Pruning
 
 Rows = NDArray[np.int32]
 _WORD_BITS = 32
+_MOST_CHOICES = 12
+_DRAFTED_COST = 1.0  # what the costs of guesses add up: a drafted token, one taken before or alone, and by rank
+_KNOWN_COST = 0.1
+_RANK_COST = 0.7
 
 
 class Matcher(Protocol):
@@ -33,8 +37,13 @@ class Matcher(Protocol):
     def is_terminated(self) -> bool:
         """True after a token that ends the output."""
 
-    def find_jump_forward_string(self) -> str:
-        """The text that must come next; empty where there is a choice."""
+
+class _Guess(NamedTuple):
+    """A token that may follow a node; guesses of less cost are likelier."""
+
+    cost: float
+    parent: int
+    token_id: int
 
 
 class Visit(NamedTuple):
@@ -54,44 +63,67 @@ class Match:
     matcher: Matcher
     vocabulary_size: int
     end_token_ids: tuple[int, ...]
-    encode: Callable[[str], list[int]]
+    _taken: dict[bytes, int] = field(default_factory=dict, init=False)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """The output goes on with these tokens. Raises ValueError at one that does not fit; tokens behind its end are none."""
         for token_id in token_ids:
             if self.matcher.is_terminated():
                 return
+            row = self.next_row()
+            if _num_bits(row) <= _MOST_CHOICES:
+                self._taken[row.tobytes()] = token_id
             if not self.matcher.accept_token(token_id):
                 raise ValueError(f"token {token_id} does not match the structure")
 
     def pruned(self, tree: DraftTree, deepest: int) -> Pruning:
-        """The nodes of a tree whose whole path fits, and in place of the others what the structure forces after them.
+        """The nodes of a tree whose whole path fits; in place of the others, where few tokens may follow, some of those.
 
-        What is forced is a guess like any other: it is one text, but the target may cut it into other tokens. No graft is
-        below `deepest`.
+        A graft is a guess like any other, none is below `deepest`. Where the same tokens were allowed before, the one that the
+        output took then is tried first, else short and frequent ones: the lower ids.
         """
         fitting = tuple(sorted(visit.node for visit in self._visits(tree) if visit.fits))
-        token_ids, parents = list(tree.token_ids), list(tree.parents)
-        with closing(self._visits(tree)) as visits:
-            for node in (visit.node for visit in visits if visit.fits):
-                room = min(len(tree) - len(fitting) - (len(token_ids) - len(tree)), deepest - tree.depths[node])
-                forced = self._forced()[: max(0, room)]
-                if forced and all(tree.token_ids[child] != forced[0] for child in tree.children[node]):
-                    parents += [node, *range(len(token_ids), len(token_ids) + len(forced) - 1)]
-                    token_ids += forced
-        grown = DraftTree(tuple(token_ids), tuple(parents), tree.draws)
+        grown = self._grown(tree, fitting, deepest)
         return Pruning(grown, (*fitting, *range(len(tree), len(grown))), len(tree))
 
-    def _forced(self) -> list[int]:
-        """The text that must come next, as tokens that fit."""
-        if self.matcher.is_terminated():
-            return []
-        token_ids = self.encode(self.matcher.find_jump_forward_string())
-        num_fitting = 0
-        while num_fitting < len(token_ids) and self.matcher.accept_token(token_ids[num_fitting]):
-            num_fitting += 1
-        self.matcher.rollback(num_fitting)
-        return token_ids[:num_fitting]
+    def _grown(self, tree: DraftTree, fitting: Sequence[int], deepest: int) -> DraftTree:
+        """The tree with as many grafts as it has nodes that do not fit, the likeliest first."""
+        token_ids, parents, depths = list(tree.token_ids), list(tree.parents), list(tree.depths)
+        paths: dict[int, tuple[int, ...]] = {0: ()}
+        guesses: list[_Guess] = []
+
+        def guess_after(node: int, cost: float, taken: Collection[int]) -> None:
+            if depths[node] < deepest:
+                for rank, token_id in enumerate(self._few_choices(paths[node])):
+                    step = _KNOWN_COST if rank == 0 else _RANK_COST * (rank + 1)
+                    if token_id not in taken:
+                        heappush(guesses, _Guess(cost + step, node, token_id))
+
+        num_grafts = len(tree) - len(fitting)
+        for node in fitting if num_grafts else ():
+            if node:
+                paths[node] = (*paths[parents[node]], token_ids[node])
+            guess_after(node, _DRAFTED_COST * depths[node], {token_ids[child] for child in tree.children[node]})
+        while guesses and len(token_ids) < len(tree) + num_grafts:
+            guess = heappop(guesses)
+            node = len(token_ids)
+            token_ids.append(guess.token_id)
+            parents.append(guess.parent)
+            depths.append(depths[guess.parent] + 1)
+            paths[node] = (*paths[guess.parent], guess.token_id)
+            guess_after(node, guess.cost, ())
+        return DraftTree(tuple(token_ids), tuple(parents), tree.draws)
+
+    def _few_choices(self, path: Sequence[int]) -> list[int]:
+        """The tokens that may follow the output and a path that fits, likeliest first; none where there are many."""
+        num_accepted = 0
+        for token_id in path:
+            num_accepted += self.matcher.accept_token(token_id)
+        row = self.next_row()
+        self.matcher.rollback(num_accepted)
+        choices = _tokens_of(row) if _num_bits(row) <= _MOST_CHOICES else []
+        known = self._taken.get(row.tobytes())
+        return choices if known is None else [known, *(token_id for token_id in choices if token_id != known)]
 
     def rows(self, tree: DraftTree) -> Rows:
         """What may follow each node of a tree whose nodes all fit, int32 [nodes, words]: bit v of a row is token v's."""
@@ -164,6 +196,16 @@ class PendingMasks:
         elif error := self.filling.exception():
             self.failure = f"what may come next cannot be found: {error}"
         return self.fallback if self.failure else self.filling.result()
+
+
+def _num_bits(row: Rows) -> int:
+    return int(np.bitwise_count(row.view(np.uint32)).sum())
+
+
+def _tokens_of(row: Rows) -> list[int]:
+    """The tokens whose bit is set, lowest first."""
+    tokens: list[int] = np.flatnonzero(np.unpackbits(row.astype("<i4").view(np.uint8), bitorder="little")).tolist()
+    return tokens
 
 
 def pending(match: Match, tree: DraftTree | None, executor: Executor, timeout_seconds: float) -> PendingMasks:
