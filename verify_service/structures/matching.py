@@ -115,14 +115,16 @@ class Match:
         return DraftTree(tuple(token_ids), tuple(parents), tree.draws)
 
     def _few_choices(self, path: Sequence[int]) -> list[int]:
-        """The tokens that may follow the output and a path that fits, likeliest first; none where there are many."""
+        """The tokens that may follow the output and a path that fits, likeliest first; none where there are many, or an end."""
         num_accepted = 0
         for token_id in path:
             num_accepted += self.matcher.accept_token(token_id)
         row = self.next_row()
+        has_ended = self.matcher.is_terminated()
         self.matcher.rollback(num_accepted)
-        choices = _tokens_of(row) if _num_bits(row) <= _MOST_CHOICES else []
-        known = self._taken.get(row.tobytes())
+        if has_ended or _num_bits(row) > _MOST_CHOICES:
+            return []
+        choices, known = _tokens_of(row), self._taken.get(row.tobytes())
         return choices if known is None else [known, *(token_id for token_id in choices if token_id != known)]
 
     def rows(self, tree: DraftTree) -> Rows:
