@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draft_service.engines.precision import mixed_precision
 from training import sources
 from training.batches import Captured
 from training.capture import capture_shard
@@ -209,20 +210,15 @@ def restore(recipe: Recipe, run_directory: Path) -> Progress:
 
 def quick_lengths(recipe: Recipe, held_out: Captured, horizon: int, width: int) -> dict[str, float]:
     """Tokens a round on every fourth held-out answer, as curves show them."""
-    with _as_drafted():
+    with mixed_precision():
         return acceptance_lengths(recipe.guess(held_out.batch(held_out.keys[::4]), width, 1), horizon)
-
-
-def _as_drafted() -> torch.autocast:
-    """Matrix products in bfloat16, close to how engines draft, and faster."""
-    return torch.autocast("cpu", torch.bfloat16)
 
 
 def evaluate(recipe: Recipe, workspace: Workspace, horizon: int, width: int, beam: int) -> Evaluation:
     """Tokens a round on all held-out answers; trees over marginals use the drafter's best path alone (a beam of 1)."""
     held_out = Captured(workspace.held_out_shards)
     batch = held_out.batch(held_out.keys)
-    with _as_drafted():
+    with mixed_precision():
         lengths = acceptance_lengths(recipe.guess(batch, width, 1), horizon)
         if beam > 1:
             wide = acceptance_lengths(recipe.guess(batch, width, beam), horizon)
