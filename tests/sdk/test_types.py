@@ -55,6 +55,17 @@ def test_every_option_reaches_the_wire():
     )
 
 
+def test_a_structure_is_a_text_or_a_schema_as_an_object():
+    """One of three, and only one."""
+    assert Request("Hi", json_schema={"type": "object"}).to_message().json_schema == '{"type": "object"}'
+    assert Request("Hi", json_schema="{}").to_message().json_schema == "{}"
+    assert Request("Hi", regex="a+").to_message().WhichOneof("structure") == "regex"
+    assert Request("Hi", grammar="root ::= a").to_message().WhichOneof("structure") == "grammar"
+    assert Request("Hi").to_message().WhichOneof("structure") is None
+    with pytest.raises(InvalidRequest, match="given: regex, grammar"):
+        Request("Hi", regex="a", grammar="root ::= a")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
