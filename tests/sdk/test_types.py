@@ -7,6 +7,7 @@ import struct
 import pytest
 
 from treewire import Sampling, errors
+from treewire.errors import InvalidRequest
 from treewire.types import Request
 from treewire.v1 import generate_pb2, tree_pb2
 
