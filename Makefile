@@ -14,12 +14,13 @@ help: ## list the targets
 
 install: $(VENV)/.installed ## set up .venv with everything, developer tools included
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt constraints-xgrammar.txt
 	@command -v $(PYTHON) >/dev/null || { echo "python 3.11 or newer is needed: set PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit("python %d.%d is too old, treewire needs 3.11" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@echo "setting up $(VENV); PyTorch is the large part of it"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(PIP) install --quiet --no-deps --requirement constraints-xgrammar.txt
 	@touch $@
 
 .venv-proto/.installed: protos/requirements.txt

@@ -16,6 +16,12 @@ _REF = "#/components/schemas/{model}"
 _JSON = "application/json"
 _TEXT = "text/plain"
 _EVENTS = "text/event-stream"
+_EVENT = {
+    "description": "One event of the stream: its data is a chunk, an error, or [DONE].",
+    "type": "object",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
 _ALWAYS = {"405": "The path has other methods."}
 _WITH_KEY = {"401": "The key is missing or wrong."}
 _WITH_BODY = {
@@ -129,5 +135,5 @@ def _content(operation: Operation, schema_of: Mapping[type[BaseModel], Mapping[s
         return {_JSON: {"schema": {"type": "object"}}}
     content: dict[str, Any] = {_JSON: {"schema": schema_of[operation.answer]}}
     if operation.chunk is not None:
-        content[_EVENTS] = {"schema": {"type": "string"}}
+        content[_EVENTS] = {"schema": _EVENT}
     return content
