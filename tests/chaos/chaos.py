@@ -122,12 +122,13 @@ class Tally:
 class Remains:
     """What is left when all is quiet; tasks, file descriptors and memory are those of the gateway that lived all along.
 
-    Where that was restarted too, it shows nothing.
+    Where that was restarted too, it shows nothing. `opened` says what the file descriptors are that it did not have before.
     """
 
     sessions: int
     tasks: int
     file_descriptors: int
+    opened: list[str]
     rss_start_megabytes: float
     rss_end_megabytes: float
 
@@ -321,7 +322,8 @@ async def run(plan: Plan, say: Console) -> Report:
                 remains=Remains(
                     sessions=await _num_sessions(stack),
                     tasks=max(0, after.tasks - before.tasks),
-                    file_descriptors=max(0, after.file_descriptors - before.file_descriptors),
+                    file_descriptors=max(0, len(after.file_descriptors) - len(before.file_descriptors)),
+                    opened=sorted((after.file_descriptors - before.file_descriptors).elements()),
                     rss_start_megabytes=round(statistics.median(chaos.rss[quarter : 2 * quarter] or chaos.rss) / _MEGABYTE, 1),
                     rss_end_megabytes=round(statistics.median(chaos.rss[-quarter:]) / _MEGABYTE, 1),
                 ),
@@ -353,7 +355,7 @@ class _Handles:
     """What a process holds."""
 
     tasks: int
-    file_descriptors: int
+    file_descriptors: Counter[str]
 
 
 async def _handles(process: Process) -> _Handles:
@@ -362,8 +364,23 @@ async def _handles(process: Process) -> _Handles:
     for _ in range(_NUM_LOOKS):
         tasks.append(int(await process.metric("treewire_tasks")))
         await asyncio.sleep(_SAMPLE_SECONDS)
-        file_descriptors.append(psutil.Process(process.pid).num_fds())
-    return _Handles(min(tasks), min(file_descriptors))
+        file_descriptors.append(_file_descriptors(process.pid))
+    return _Handles(min(tasks), min(file_descriptors, key=Counter.total))
+
+
+def _file_descriptors(pid: int) -> Counter[str]:
+    """What the open file descriptors of a process are: paths, and of connections both ends."""
+    process = psutil.Process(pid)
+    connections = {each.fd: f"tcp {_end(each.laddr)} -> {_end(each.raddr)} {each.status}" for each in process.net_connections("tcp")}
+    targets: Counter[str] = Counter()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since
+            targets[connections.get(int(link.name)) or str(link.readlink())] += 1
+    return targets
+
+
+def _end(address: object) -> str:
+    return ":".join(str(part) for part in address) if isinstance(address, tuple) else ""
 
 
 async def _settle(stack: Stack, plan: Plan) -> None:
@@ -403,6 +420,8 @@ def show(report: Report, console: Console) -> None:
     for name, value in rows.items():
         table.add_row(name, str(value))
     console.print(table)
+    if remains.file_descriptors:
+        console.print("\n".join(["open now, and not before:", *remains.opened]), style="red")
     for error in tally.errors[:20]:
         console.print(error, style="red")
 
