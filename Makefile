@@ -84,8 +84,8 @@ proto: .venv-proto/.installed ## generate treewire/v1 from protos/ with the olde
 	@PATH="$(CURDIR)/.venv-proto/bin:$$PATH" python -m grpc_tools.protoc -Iprotos --python_out=$(PROTO_OUT) --grpc_python_out=$(PROTO_OUT) \
 		--mypy_out=quiet:$(PROTO_OUT) --mypy_grpc_out=quiet:$(PROTO_OUT) protos/treewire/v1/*.proto
 
-compose-test: install ## bring the compose stack up on a Docker engine, stream through it, take it down
-	$(BIN)/python tests/compose/stack_check.py
+compose-test: install ## bring the compose stack up on a Docker engine, stream through it, kill, pause, restart and cut off its containers
+	$(BIN)/python -m tests.compose.stack_check --json benchmarks/results/compose.json --log benchmarks/results/compose_log.txt
 
 chaos: install ## kill, stop and restart processes under load for 15 minutes, compare every output
 	$(BIN)/python -m tests.chaos.chaos --generations 2000 --soak-seconds 900 --json benchmarks/results/chaos.json

@@ -371,7 +371,9 @@ async def _handles(process: Process) -> _Handles:
 def _file_descriptors(pid: int) -> Counter[str]:
     """What the open file descriptors of a process are: paths, and of connections both ends."""
     process = psutil.Process(pid)
-    connections = {each.fd: f"tcp {_end(each.laddr)} -> {_end(each.raddr)} {each.status}" for each in process.net_connections("tcp")}
+    connections = {
+        each.fd: f"tcp {_end(each.laddr)} -> {_end(each.raddr)} {each.status}" for each in process.net_connections("tcp")
+    }
     targets: Counter[str] = Counter()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed since
