@@ -7,7 +7,7 @@ PROTO_OUT ?= .
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 .DEFAULT_GOAL := help
 
-.PHONY: help install demo test test-browser chromium test-sglang gpu-check-sglang lint format proto conformance-reference compose-test bench bench-micro bench-ablation docs-reference chaos load clean
+.PHONY: help install demo test test-browser chromium test-sglang gpu-check-sglang lint format proto conformance-reference compose-test bench bench-micro bench-ablation docs-reference chaos soak load clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,8 +87,15 @@ proto: .venv-proto/.installed ## generate treewire/v1 from protos/ with the olde
 compose-test: install ## bring the compose stack up on a Docker engine, stream through it, kill, pause, restart and cut off its containers
 	$(BIN)/python -m tests.compose.stack_check --json benchmarks/results/compose.json --log benchmarks/results/compose_log.txt
 
-chaos: install ## kill, stop and restart processes under load for 15 minutes, compare every output
-	$(BIN)/python -m tests.chaos.chaos --generations 2000 --soak-seconds 900 --json benchmarks/results/chaos.json
+chaos: install ## kill, stop and restart processes under load, simulated and real engines, and compare every output
+	$(BIN)/python -m tests.chaos.chaos --generations 2000 --json benchmarks/results/chaos.json
+	$(BIN)/python -m tests.chaos.chaos --target smollm2-135m --generations 50 --concurrency 4 --distinct 10 --verify 2 --draft 1 \
+		--mean-pause-seconds 5 --json benchmarks/results/chaos_real.json
+
+SOAK_SECONDS ?= 900
+soak: install ## the same for 15 minutes (SOAK_SECONDS) with light load; resident memory must stay flat
+	$(BIN)/python -m tests.chaos.chaos --soak-seconds $(SOAK_SECONDS) --generations 100 --concurrency 6 --step-seconds 0.05 \
+		--mean-pause-seconds 10 --spared gateway,verify,draft --json benchmarks/results/soak.json
 
 load: install ## 1,000 streams at one gateway that runs 256 at once
 	$(BIN)/python -m benchmarks.load --json benchmarks/results/load.json
