@@ -17,7 +17,7 @@ import openai
 
 from tests.chaos.chaos import Tally
 from tests.chaos.requests import Output, Request
-from tests.compose.stack import GATEWAY_PORT, HTTP_PORT, Container
+from tests.compose.stack import GATEWAY_PORT, HTTP_PORT, Container, Metrics
 from treewire import AsyncClient
 from treewire.errors import Overloaded, TreewireError, Unavailable
 from treewire.events import Chunk
@@ -39,6 +39,14 @@ class Fault(NamedTuple):
 
     kind: str
     container: Container
+
+
+class _Count(NamedTuple):
+    """What a gateway counted."""
+
+    metrics: Metrics
+    series: str
+    total: float | None
 
 
 @dataclass(frozen=True)
@@ -243,7 +251,7 @@ class Mishaps:
             self.outcome.tally.faults[f"{kind} {container.service}"] += 1
             seconds = self._chance.uniform(0.6, 1.4) * self._pause_seconds
             is_watched = self._one_by_one and kind == KILL and container.service != "gateway"
-            noticing = asyncio.create_task(self._noticed(container)) if is_watched else None
+            noticing = asyncio.create_task(self._noticed(container, await self._counts(container))) if is_watched else None
             act = {KILL: container.kill, PAUSE: container.pause, RESTART: container.restart, CUT: container.cut}[kind]
             await act(seconds)
             noticed_seconds = None if noticing is None else await noticing
@@ -271,15 +279,19 @@ class Mishaps:
             await asyncio.sleep(_POLL_SECONDS)
         return int(sessions)
 
-    async def _noticed(self, container: Container) -> float:
-        """Seconds from a container's death until each gateway counts one replica less."""
+    async def _counts(self, container: Container) -> list[_Count]:
+        """The replicas of the container's service that each gateway counts now."""
         series = f'treewire_replicas{{service="{container.service}"}}'
-        gateways = [metrics for gateway in self._doors.gateways if (metrics := await gateway.metrics()) is not None]
-        before = [await metrics.total(series) for metrics in gateways]
+        known = [metrics for gateway in self._doors.gateways if (metrics := await gateway.metrics()) is not None]
+        return [_Count(metrics, series, await metrics.total(series)) for metrics in known]
+
+    @staticmethod
+    async def _noticed(container: Container, before: Sequence[_Count]) -> float:
+        """Seconds from a container's death until each gateway counts other replicas than before."""
         while await container.is_running():
             await asyncio.sleep(_POLL_SECONDS)
         died = time.monotonic()
-        for metrics, count in zip(gateways, before, strict=True):
+        for metrics, series, count in before:
             while await metrics.total(series) == count and time.monotonic() - died < _BUSY_SECONDS:
                 await asyncio.sleep(_POLL_SECONDS)
         return round(time.monotonic() - died, 2)

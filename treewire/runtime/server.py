@@ -232,8 +232,8 @@ def _server_options(settings: ServiceSettings) -> list[tuple[str, int]]:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_time_ms", _KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_SECONDS * 1000),
-        # RPCs that a busy event loop has not taken yet wait for it, as long as their own deadlines let them. By default gRPC drops
-        # those older than 30 s, and their callers are told CANCELLED by nobody.
+        # RPCs that a busy event loop has not taken yet wait for it, as long as their own deadlines let them. By default gRPC
+        # drops those older than 30 s: their callers get CANCELLED, and no handler knows.
         ("grpc.server_max_unrequested_time_in_server", _UNTAKEN_SECONDS),
         ("grpc.so_reuseport", 0),  # two servers on one port would share its connections unnoticed
     ]
