@@ -57,7 +57,7 @@ _RETRIES = {
         }
     ]
 }
-_LOOPBACK_HOSTS = ("127.", "localhost:", "[::1]:", "unix:")
+_LOOPBACK_HOSTS = ("127.", "localhost:", "[::1]:", "unix:", "ipv4:127.", "ipv6:[::1]:")
 
 
 @dataclass(frozen=True)
