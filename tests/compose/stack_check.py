@@ -42,13 +42,13 @@ from tests.compose.stack import (
 )
 from treewire import AsyncClient
 
-LIMIT_SECONDS = float(os.environ.get("COMPOSE_TEST_LIMIT_SECONDS", "1500"))
+LIMIT_SECONDS = float(os.environ.get("COMPOSE_TEST_LIMIT_SECONDS", "2400"))
 REPLICAS = 2
 SEED = 1
 PROMPT = "Write one sentence about the sea."
 MODEL = "smollm2-135m"
-NUM_RANDOM_FAULTS = 30
-NUM_RANDOM_GENERATIONS = 400
+NUM_RANDOM_FAULTS = 16
+NUM_RANDOM_GENERATIONS = 200
 
 
 class Log:
