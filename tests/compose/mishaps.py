@@ -8,7 +8,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -70,6 +70,7 @@ class Outcome:
     failovers: int = 0
     drafter_losses: int = 0
     sessions_left: int = 0
+    num_faults_left: int = 0
     seconds: float = 0.0
 
     @property
@@ -180,12 +181,27 @@ class Mishaps:
         self._done = asyncio.Event()
         self._num_ended = 0
         self._one_by_one = True
+        self._least_faults = 0
+        self._seconds = 0.0
         self.outcome = Outcome()
 
-    async def run(self, faults: Sequence[Fault], *, concurrency: int, least_generations: int, at_once: int) -> Outcome:
-        """The faults, `at_once` at a time and in this order, with so many streams open all the while."""
+    async def run(
+        self,
+        faults: Sequence[Fault],
+        *,
+        least_faults: int,
+        seconds: float,
+        concurrency: int,
+        least_generations: int,
+        at_once: int,
+    ) -> Outcome:
+        """The faults, `at_once` at a time and in this order, with so many streams open all the while.
+
+        After `seconds` those behind the first `least_faults` are left out, and counted.
+        """
         self._started = time.monotonic()
         self._one_by_one = at_once == 1
+        self._least_faults, self._seconds = least_faults, seconds
         async with asyncio.TaskGroup() as workers:
             for _ in range(concurrency):
                 workers.create_task(self._work())
@@ -237,9 +253,13 @@ class Mishaps:
                 tally.judge(tuple(received.token_ids), "".join(received.pieces), expected)
                 return
 
-    async def _hurt_all(self, turns: Any) -> None:
+    async def _hurt_all(self, turns: Iterator[Fault]) -> None:
         for fault in turns:
-            await self._hurt(fault)
+            is_late = time.monotonic() - self._started > self._seconds
+            if is_late and self.outcome.tally.faults.total() >= self._least_faults:
+                self.outcome.num_faults_left += 1
+            else:
+                await self._hurt(fault)
 
     async def _hurt(self, fault: Fault) -> None:
         """One fault; returns when the container is well again and every gateway sees every replica."""

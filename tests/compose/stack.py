@@ -26,6 +26,7 @@ GATEWAY_PORT = 50050
 HTTP_PORT = 8000
 METRICS_PORT = 9090
 _POLL_SECONDS = 0.2
+_NUM_FREEZES = 5
 _LOOK_SECONDS = 3.0
 _FIRST_PORT, _LAST_PORT = 21_000, 31_000  # below those that the kernel hands out
 
@@ -154,12 +155,22 @@ class Container:
 
     async def pause(self, seconds: float) -> None:
         """Freeze every process in it for a while."""
-        await self._docker("pause", self._full_name)
+        await self._freeze()
         try:
             await asyncio.sleep(seconds)
         finally:
             await self._docker("unpause", self._full_name)
-        await self.healthy()
+
+    async def _freeze(self) -> None:
+        """Pause it; the kernel refuses that now and then while a health check starts in it."""
+        for _ in range(_NUM_FREEZES - 1):
+            try:
+                await self._docker("pause", self._full_name)
+            except CheckFailedError:
+                await asyncio.sleep(1.0)
+            else:
+                return
+        await self._docker("pause", self._full_name)
 
     async def restart(self, seconds: float) -> None:
         """SIGTERM, its own time to end, and a start."""

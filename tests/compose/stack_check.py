@@ -43,6 +43,8 @@ from tests.compose.stack import (
 from treewire import AsyncClient
 
 LIMIT_SECONDS = float(os.environ.get("COMPOSE_TEST_LIMIT_SECONDS", "2400"))
+PASS_SECONDS = float(os.environ.get("COMPOSE_TEST_PASS_SECONDS", "420"))
+"""After this time a pass begins no more faults, but for one to each container."""
 REPLICAS = 2
 SEED = 1
 PROMPT = "Write one sentence about the sea."
@@ -165,7 +167,16 @@ class Check:
         least = 0 if at_once == 1 else NUM_RANDOM_GENERATIONS
         self.outcomes[title] = outcome = mishaps.outcome
         try:
-            asyncio.run(mishaps.run(faults, concurrency=concurrency, least_generations=least, at_once=at_once))
+            asyncio.run(
+                mishaps.run(
+                    faults,
+                    least_faults=len(containers),
+                    seconds=PASS_SECONDS,
+                    concurrency=concurrency,
+                    least_generations=least,
+                    at_once=at_once,
+                )
+            )
         except* CheckFailedError as failures:
             first = next(leaf for leaf in _leaves(failures))
             raise first from failures
@@ -195,6 +206,7 @@ def show(outcomes: dict[str, Outcome], console: Console) -> None:
         "gateway died in mid-stream (not counted)": [each.tally.gateway_died for each in outcomes.values()],
         "begun again before the first token": [each.tally.tried_again for each in outcomes.values()],
         "faults": [", ".join(f"{n} x {kind}" for kind, n in sorted(each.tally.faults.items())) for each in outcomes.values()],
+        "faults left out for want of time": [each.num_faults_left for each in outcomes.values()],
         "deaths noticed after (s)": [
             ", ".join(f"{each.noticed_seconds:.2f}" for each in outcome.mishaps if each.noticed_seconds is not None)
             for outcome in outcomes.values()
