@@ -144,7 +144,8 @@ class Check:
         containers, chance = _containers(simulated), random.Random(SEED)
         requests = simulated_requests(64, SEED)
         outputs = simulated_outputs(requests)
-        faults = [Fault(kind, each) for kind in KINDS for each in containers]
+        turns = range(len(KINDS))
+        faults = [Fault(KINDS[(turn + at) % len(KINDS)], each) for turn in turns for at, each in enumerate(containers)]
         self._hurt("simulated, in turn", simulated, "simulated", requests, outputs, faults, concurrency=12)
         faults = [Fault(chance.choice(KINDS), chance.choice(containers)) for _ in range(NUM_RANDOM_FAULTS)]
         self._hurt("simulated, at random", simulated, "simulated", requests, outputs, faults, concurrency=12, at_once=2)
