@@ -16,8 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from training import stages
 from training.batches import Captured
 from training.checkpoints import Progress as RunProgress
-from training.recipes import Lesson, Shape
+from training.recipes import Lesson, Recipe, Shape
 from training.shipping import ship
+from training.target import Target
 from training.trainer import Reporting, Run, Schedule, train
 from training.workspace import HELD_OUT_PROMPTS, Workspace
 
@@ -29,7 +30,7 @@ CacheDir = Annotated[Path | None, typer.Option("--cache-dir", help="Where everyt
 HeldOut = Annotated[Path, typer.Option("--held-out", help="Prompts that no drafter may learn from, one a line.")]
 RunName = Annotated[str, typer.Option("--run", help="Name of the training run.")]
 Threads = Annotated[int, typer.Option("--threads", min=1, help="Threads of torch.")]
-Exact = Annotated[bool, typer.Option("--float32", help="Run the target in float32 instead of bfloat16.")]
+Exact = Annotated[bool, typer.Option("--float32", help="Run the target in float32 even where bfloat16 is faster.")]
 Taps = Annotated[str, typer.Option("--taps", help="Tapped layers of the target, separated by commas; empty for four.")]
 NumPrompts = Annotated[int, typer.Option("--num-prompts", min=1, help="Prompts to answer.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=2, help="Longest answer.")]
@@ -49,6 +50,9 @@ DecayShare = Annotated[
 EvaluateEvery = Annotated[int, typer.Option("--evaluate-every", min=1, help="Steps between evaluations.")]
 Beam = Annotated[int, typer.Option("--beam", min=1, help="Prefixes expanded at each depth for conditional trees.")]
 Width = Annotated[int, typer.Option("--width", min=1, help="Tokens a guess names.")]
+StartFrom = Annotated[
+    Path | None, typer.Option("--start-from", help="A shipped recurrent drafter whose weights a new run starts from.")
+]
 Output = Annotated[Path, typer.Option("--output", help="Directory of the shipped drafter.")]
 Notes = Annotated[str, typer.Option("--notes", help="Limits, in words, for the card.")]
 
@@ -143,13 +147,14 @@ def train_drafter(
     decay_share: DecayShare = 0.4,
     evaluate_every: EvaluateEvery = 250,
     width: Width = 16,
+    start_from: StartFrom = None,
     threads: Threads = 1,
 ) -> None:
     """Train, from the run's last checkpoint if it has one."""
     torch.set_num_threads(threads)
     workspace, model = _workspace(target, cache_dir), stages.load_target(target, bfloat16=True)
     shape, lesson = Shape(architecture, horizon, candidates, mask_token_id=mask_token), Lesson(depth, starts)
-    recipe, captured = stages.prepare(model, workspace, shape, lesson)
+    recipe, captured = _prepared(model, workspace, shape, lesson, start_from)
     held_out = Captured(workspace.held_out_shards)
     schedule = Schedule(steps, batch_size, learning_rate, decay_share=decay_share)
     training = Run(
@@ -254,6 +259,20 @@ def every_stage(
         threads=threads,
     )
     card(output, target, cache_dir, run, threads=threads)
+
+
+def _prepared(
+    model: Target, workspace: Workspace, shape: Shape, lesson: Lesson, start_from: Path | None
+) -> tuple[Recipe, Captured]:
+    if start_from is None:
+        return stages.prepare(model, workspace, shape, lesson)
+    try:
+        stages.adopt_candidates(workspace, start_from)
+        prepared = stages.prepare(model, workspace, shape, lesson)
+        stages.start_from(prepared[0], start_from)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--start-from") from error
+    return prepared
 
 
 def _evaluated(target: str, workspace: Workspace, run: str, beam: int, width: int) -> stages.Finished:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draft_service.engines.precision import product_dtype
+
 ROWS_AT_ONCE = 512
 
 
@@ -29,9 +31,9 @@ def soft_targets(final: Tensor, candidate_head: Tensor, hard_share: float) -> Te
 
     The target's distribution over the candidates, mixed with `hard_share` of its argmax, which is what a greedy target says.
     """
-    head, targets = candidate_head.bfloat16(), []
+    head, targets = candidate_head.to(product_dtype()), []
     for rows in torch.split(final, ROWS_AT_ONCE):
-        probabilities = (rows.bfloat16() @ head.T).float().softmax(-1).mul_(1 - hard_share)
+        probabilities = (rows.to(head.dtype) @ head.T).float().softmax(-1).mul_(1 - hard_share)
         best = probabilities.argmax(-1, keepdim=True)
         targets.append(probabilities.scatter_add_(1, best, torch.full_like(probabilities[:, :1], hard_share)).bfloat16())
     return torch.cat(targets)
@@ -51,17 +53,17 @@ class _Distil(torch.autograd.Function):
     def forward(
         context: Any, head_inputs: Tensor, candidate_head: Tensor, targets: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        head = candidate_head.bfloat16()
+        head = candidate_head.to(product_dtype())
         gradient, agreed, total = torch.empty_like(head_inputs), [], torch.zeros(())
         for start in range(0, len(head_inputs), ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
             wanted, weight = targets[part].float(), weights[part]
-            logits = (head_inputs[part].bfloat16() @ head.T).float()
+            logits = (head_inputs[part].to(head.dtype) @ head.T).float()
             agreed.append(logits.argmax(-1) == wanted.argmax(-1))
             normaliser = logits.logsumexp(-1)
             total += (weight * (normaliser - (logits * wanted).sum(-1))).sum()
             slope = logits.sub_(normaliser[:, None]).exp_().sub_(wanted).mul_(weight[:, None])
-            gradient[part] = slope.bfloat16() @ head
+            gradient[part] = slope.to(head.dtype) @ head
         context.save_for_backward(gradient)
         return total, torch.cat(agreed)
 

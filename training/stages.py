@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draft_service.engines.precision import mixed_precision
 from training import sources
 from training.batches import Captured
 from training.capture import capture_shard
@@ -22,6 +23,7 @@ from training.generation import Answering, answer
 from training.learners.warm_start import likeliest_candidates
 from training.recipes import Lesson, Recipe, RecurrentRecipe, Shape, make_recipe
 from training.report import acceptance_lengths, ngram_length
+from training.shipping import WEIGHTS as SHIPPED_WEIGHTS
 from training.shipping import DataSource, Fingerprint, Story
 from training.speed import Price, price
 from training.target import Target
@@ -184,6 +186,22 @@ def _candidates(captured: Captured, target: Target, workspace: Workspace, num_ca
     return torch.tensor(json.loads(workspace.candidates.read_text()))
 
 
+def adopt_candidates(workspace: Workspace, shipped: Path) -> None:
+    """Let a workspace's drafters guess the tokens that a shipped drafter guesses. Raises ValueError if it guesses others."""
+    token_ids = load_file(shipped / SHIPPED_WEIGHTS)["candidate_ids"].tolist()
+    if workspace.candidates.exists() and json.loads(workspace.candidates.read_text()) != token_ids:
+        raise ValueError(f"{shipped} guesses other tokens than {workspace.candidates} lists: take another cache directory")
+    workspace.candidates.write_text(json.dumps(token_ids))
+
+
+def start_from(recipe: Recipe, shipped: Path) -> None:
+    """Put a shipped drafter's weights into a fresh one. Raises ValueError if their shapes differ."""
+    try:
+        recipe.drafter.load_state_dict(load_file(shipped / SHIPPED_WEIGHTS))
+    except RuntimeError as error:
+        raise ValueError(f"{shipped} has another shape than this run's drafter: {error}") from error
+
+
 def restore(recipe: Recipe, run_directory: Path) -> Progress:
     """Put the weights of a run's last checkpoint into a drafter. Raises FileNotFoundError without one."""
     recipe.drafter.load_state_dict(load_file(run_directory / CHECKPOINT / CHECKPOINT_WEIGHTS))
@@ -192,20 +210,15 @@ def restore(recipe: Recipe, run_directory: Path) -> Progress:
 
 def quick_lengths(recipe: Recipe, held_out: Captured, horizon: int, width: int) -> dict[str, float]:
     """Tokens a round on every fourth held-out answer, as curves show them."""
-    with _as_drafted():
+    with mixed_precision():
         return acceptance_lengths(recipe.guess(held_out.batch(held_out.keys[::4]), width, 1), horizon)
-
-
-def _as_drafted() -> torch.autocast:
-    """Matrix products in bfloat16, close to how engines draft, and faster."""
-    return torch.autocast("cpu", torch.bfloat16)
 
 
 def evaluate(recipe: Recipe, workspace: Workspace, horizon: int, width: int, beam: int) -> Evaluation:
     """Tokens a round on all held-out answers; trees over marginals use the drafter's best path alone (a beam of 1)."""
     held_out = Captured(workspace.held_out_shards)
     batch = held_out.batch(held_out.keys)
-    with _as_drafted():
+    with mixed_precision():
         lengths = acceptance_lengths(recipe.guess(batch, width, 1), horizon)
         if beam > 1:
             wide = acceptance_lengths(recipe.guess(batch, width, beam), horizon)

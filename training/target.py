@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from draft_service.engines.precision import bfloat16_pays
+
 RMS_EPSILON = 1e-6
 
 
@@ -70,7 +72,7 @@ class Target:
 
     def precision(self) -> AbstractContextManager[object]:
         """The context in which the model's forward runs."""
-        return torch.autocast("cpu", torch.bfloat16, enabled=self._bfloat16)
+        return torch.autocast("cpu", torch.bfloat16, enabled=self._bfloat16 and bfloat16_pays())
 
     def chat_prompt(self, question: str) -> tuple[int, ...]:
         """Token ids of a question as a user's turn, ready for the answer. A model without a chat template gets plain text."""

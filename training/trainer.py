@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from draft_service.engines.precision import mixed_precision
 from training.batches import Batch, Captured, epoch_plan
 from training.checkpoints import Evaluated, Progress, load_checkpoint, save_checkpoint
 
@@ -95,7 +96,7 @@ def _step(run: Run, optimizer: torch.optim.AdamW, step: int, batch: Batch) -> Lo
     for group in optimizer.param_groups:
         group["lr"] = run.schedule.rate(step)
     generator = torch.Generator().manual_seed(run.schedule.seed * 1_000_003 + step)
-    with torch.autocast("cpu", torch.bfloat16):
+    with mixed_precision():
         learned = run.learn(batch, generator)
     optimizer.zero_grad(set_to_none=True)
     torch.autograd.backward(learned.loss)

@@ -7,12 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from draft_service.engines.dflash.model import DFlashConfig, DFlashDrafter
 from draft_service.engines.recurrent.model import RecurrentConfig, RecurrentDrafter
-from tests.training.conftest import HELD_OUT, VOCABULARY_SIZE
+from tests.training.conftest import HELD_OUT, VOCABULARY_SIZE, fresh_recipe
 from training import sources, stages
 from training.__main__ import app
 from training.batches import Captured
@@ -50,6 +51,26 @@ def test_one_command_goes_from_prompts_to_a_shipped_drafter(
     assert "2 held-out chat prompts" in card
     assert "Apache-2.0" in card
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_starts_from_a_shipped_drafter(target: Target, workspace: Workspace, tmp_path: Path) -> None:
+    """A fresh drafter takes a shipped one's weights; other candidates or another shape are refused."""
+    shipped, recipe = tmp_path / "shipped", fresh_recipe(target, workspace)
+    with torch.no_grad():
+        recipe.drafter.get_parameter("fuse.weight").add_(0.25)
+    shipped.mkdir()
+    save_file(
+        {name: tensor.contiguous() for name, tensor in recipe.drafter.state_dict().items()}, shipped / "model.safetensors"
+    )
+    again = fresh_recipe(target, workspace)
+    stages.adopt_candidates(workspace, shipped)
+    stages.start_from(again, shipped)
+    assert torch.equal(again.drafter.get_parameter("fuse.weight"), recipe.drafter.get_parameter("fuse.weight"))
+    save_file({"candidate_ids": torch.arange(200) + 1}, shipped / "model.safetensors")
+    with pytest.raises(ValueError, match="guesses other tokens"):
+        stages.adopt_candidates(workspace, shipped)
+    with pytest.raises(ValueError, match="another shape"):
+        stages.start_from(again, shipped)
 
 
 def test_held_out_prompts_are_never_learnt_from(target: Target, workspace: Workspace, held_out_file: Path) -> None:
