@@ -12,6 +12,10 @@ from pydantic.json_schema import models_json_schema
 from gateway.openai import answers, bodies
 from treewire import __version__
 
+DEADLINE_KEY = "x-deadline-seconds"
+"""The header in which a caller says how long a request may take."""
+MAX_DEADLINE_SECONDS = 86_400
+
 _REF = "#/components/schemas/{model}"
 _JSON = "application/json"
 _TEXT = "text/plain"
@@ -22,6 +26,10 @@ _EVENT = {
     "properties": {"data": {"type": "string"}},
     "required": ["data"],
 }
+_DEADLINE = (
+    f"The header {DEADLINE_KEY} says how many seconds the request may take: one that could not begin in time is refused when "
+    "it comes, one that does not end in time is ended."
+)
 _ALWAYS = {"405": "The path has other methods."}
 _WITH_KEY = {"401": "The key is missing or wrong."}
 _WITH_BODY = {
@@ -121,6 +129,8 @@ def _operation(operation: Operation, schema_of: Mapping[type[BaseModel], Mapping
             **{status: {"description": why, "content": error} for status, why in operation.errors.items()},
         },
     }
+    if operation.chunk is not None:
+        described["description"] = _DEADLINE
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema_of[operation.body]}}}
     if not operation.needs_key:
