@@ -7,19 +7,20 @@ PROTO_OUT ?= .
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 .DEFAULT_GOAL := help
 
-.PHONY: help install demo test test-browser chromium test-sglang gpu-check-sglang lint format proto conformance-reference compose-test bench bench-micro bench-ablation docs-reference chaos soak load clean
+.PHONY: help install demo test test-browser chromium test-sglang gpu-check-sglang lint format proto conformance-reference compose-test bench peers simulator-check docs-benchmarks bench-micro bench-overhead bench-adaptive bench-split bench-memory soak soak-sessions bench-ablation docs-reference chaos load clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed ## set up .venv with everything, developer tools included
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt constraints-xgrammar.txt
 	@command -v $(PYTHON) >/dev/null || { echo "python 3.11 or newer is needed: set PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit("python %d.%d is too old, treewire needs 3.11" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@echo "setting up $(VENV); PyTorch is the large part of it"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(PIP) install --quiet --no-deps --requirement constraints-xgrammar.txt
 	@touch $@
 
 .venv-proto/.installed: protos/requirements.txt
@@ -100,11 +101,44 @@ soak: install ## the same for 15 minutes (SOAK_SECONDS) with light load; residen
 load: install ## 1,000 streams at one gateway that runs 256 at once
 	$(BIN)/python -m benchmarks.load --json benchmarks/results/load.json
 
-bench: install ## compare with peers on this machine: same weights, same prompts, one run
-	$(BIN)/python -m benchmarks.peers
+bench: install peers ## compare with peers on this machine: same weights, same prompts, one run
+	$(BIN)/python -m benchmarks.peers --dtype int8
+	$(BIN)/python -m benchmarks.page
+
+# llama-cpp-python comes as source: it gets ten minutes to build, and what it said is kept. xllamacpp is prebuilt.
+peers: .venv-peers/.installed ## set up llama.cpp in an environment of its own, for make bench
+
+.venv-peers/.installed:
+	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-peers/bin/python -m pip install --quiet xllamacpp==2026.10.11549
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 timeout $(or $(PEER_BUILD_SECONDS),600) .venv-peers/bin/python -m pip install llama-cpp-python==0.3.36 \
+		> .venv-peers/llama-cpp-python.log 2>&1 || echo "llama-cpp-python did not build: .venv-peers/llama-cpp-python.log"
+	@touch $@
+
+simulator-check: install ## compare the simulator's predictions with this machine's stack
+	$(BIN)/python -m benchmarks.simulator_check
+	$(BIN)/python -m benchmarks.page
+
+docs-benchmarks: install ## write docs/benchmarks.md anew from benchmarks/results
+	@$(BIN)/python -m benchmarks.page
 
 bench-micro: install ## time the pure core: tree building, noise, visibility, acceptance
 	$(BIN)/python -m benchmarks.micro.core
+
+bench-overhead: install ## host time of a round beside the models, and rounds a second of 64 streams
+	$(BIN)/python -m benchmarks.micro.overhead --json benchmarks/results/overhead.json
+
+bench-adaptive: install ## the adaptive budget beside fixed ones and plain decoding, 1 to 16 streams
+	$(BIN)/python -m benchmarks.adaptive --json benchmarks/results/adaptive.json
+
+bench-split: install ## the price of the split: three processes beside one, on the same model
+	$(BIN)/python -m benchmarks.split --json benchmarks/results/split.json
+
+bench-memory: install ## resident memory of each service, with 256 streams open
+	$(BIN)/python -m benchmarks.memory --json benchmarks/results/memory.json
+
+soak-sessions: install ## 20,000 rounds of random sessions; pages and memory must be back at the baseline
+	TREEWIRE_SOAK_ROUNDS=20000 $(BIN)/python -m pytest tests/engines/test_soak.py
 
 bench-ablation: install ## tokens a round by tree, acceptance rule and temperature; MODEL, DRAFTER
 	$(BIN)/python -m benchmarks.ablation.sampling --model $(or $(MODEL),smollm2-135m) --drafter $(or $(DRAFTER),ngram)
@@ -113,4 +147,4 @@ docs-reference: install ## write docs/configuration.md anew from the settings
 	@$(BIN)/python -m treewire.runtime.reference > docs/configuration.md
 
 clean: ## remove what install and the tests made
-	rm -rf $(VENV) .venv-proto .venv-conformance .venv-sglang .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-proto .venv-conformance .venv-sglang .venv-peers .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

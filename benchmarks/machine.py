@@ -30,6 +30,14 @@ def provenance() -> dict[str, object]:
     }
 
 
+def resident_megabytes(pid: int, field: str = "VmRSS") -> float:
+    """Resident memory of a process, in MB of 10^6 bytes: now, or with VmHWM at its peak. Linux alone."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    raise ValueError(f"process {pid} tells no {field}")
+
+
 def _module() -> str:
     root = Path(__file__).resolve().parents[1]
     return ".".join(Path(sys.argv[0]).resolve().relative_to(root).with_suffix("").parts)

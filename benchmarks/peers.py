@@ -1,7 +1,9 @@
 """This file is the comparison with peers: the same weights, the same prompts, one stream, in one run.
 
 transformers' own greedy `generate` and its prompt look-up run in this process, treewire as its users run it: a stack of
-processes behind gRPC. llama.cpp is measured where `llama-cpp-python` is installed and a GGUF file is given.
+processes behind gRPC. llama.cpp runs on the GGUF of the same model in an environment of its own, .venv-peers, which
+`make peers` sets up: by `llama-cpp-python` where it builds, else by the prebuilt `xllamacpp`. What could not be measured is in
+the result with its reason.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -25,9 +28,10 @@ from benchmarks.machine import provenance
 from gateway.tokenization import Tokenization
 from treewire.bench import PROMPTS, Plan, measure
 from treewire.stack import Stack, StackOptions
-from treewire.weights import default_cache_dir, resolve
+from treewire.weights import PACKAGED_MODELS, default_cache_dir, original_gguf, resolve
 
 RESULT = Path(__file__).parent / "results" / "peers.json"
+LLAMA_PYTHON = Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
 
 
 def peer_row(system: str, mode: str, tokens: int, seconds: float, ttft_seconds: float, rounds: int | None) -> dict[str, Any]:
@@ -88,26 +92,39 @@ def transformers_rows(path: Path, prompts: Sequence[Sequence[int]], max_tokens: 
     return rows
 
 
-def llama_rows(gguf: Path | None, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:
-    """llama.cpp on the GGUF itself; none where it is not to be had."""
-    try:
-        from llama_cpp import Llama
-    except ImportError:
-        return []
+class Missing(NamedTuple):
+    """A system that was not measured, and why."""
+
+    system: str
+    reason: str
+
+
+def llama_rows(
+    python: Path, gguf: Path | None, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> tuple[list[dict[str, Any]], list[Missing]]:
+    """llama.cpp on the GGUF itself, by whichever binding that environment has; or why not."""
     if gguf is None:
-        return []
-    model = Llama(str(gguf), n_ctx=2048, verbose=False)
-    tokens, first, started = 0, [], time.perf_counter()
-    for prompt in prompts:
-        begun, produced = time.perf_counter(), 0
-        for token in model.generate(list(prompt), temp=0.0):
-            if produced == 0:
-                first.append(time.perf_counter() - begun)
-            produced += 1
-            if produced >= max_tokens or token == model.token_eos():
-                break
-        tokens += produced
-    return [peer_row("llama.cpp", "plain, Q4_1", tokens, time.perf_counter() - started, median(first), None)]
+        return [], [Missing("llama.cpp", "the model was not made of a GGUF file that is known here; --gguf gives one")]
+    if not python.exists():
+        return [], [Missing("llama.cpp", f"{python} is not there: make peers sets it up")]
+    asked = json.dumps(
+        {"gguf": str(gguf), "prompts": [list(prompt) for prompt in (prompts[0], *prompts)], "max_tokens": max_tokens}
+    )
+    script = Path(__file__).with_name("llama_peer.py")
+    ran = subprocess.run([python, script], input=asked, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        last = (ran.stderr.strip().splitlines() or ["no word"])[-1]
+        return [], [Missing("llama.cpp", f"its run failed with status {ran.returncode}: {last}")]
+    answer = json.loads(ran.stdout.splitlines()[-1])
+    row = peer_row(
+        "llama.cpp",
+        f"plain, {gguf.stem.rsplit('.', 1)[-1]}",
+        answer["tokens"],
+        answer["seconds"],
+        median(answer["first_seconds"]),
+        None,
+    )
+    return [{**row, "binding": answer["binding"]}], [Missing(*missing) for missing in answer["missing"]]
 
 
 async def treewire_rows(options: StackOptions, plan: Plan) -> list[dict[str, Any]]:
@@ -142,7 +159,8 @@ def main() -> None:
     parser.add_argument("--dtype", default=StackOptions.dtype, help="type of treewire's weights")
     parser.add_argument("--prompts", type=int, default=12, help="prompts of each system")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer")
-    parser.add_argument("--gguf", type=Path, help="GGUF file for llama.cpp")
+    parser.add_argument("--gguf", type=Path, help="GGUF file for llama.cpp [default: the target's own]")
+    parser.add_argument("--llama-python", type=Path, default=LLAMA_PYTHON, help="python of llama.cpp's environment")
     parser.add_argument("--output", type=Path, default=RESULT, help="where the result goes")
     arguments = parser.parse_args()
     path = resolve(arguments.target, cache_dir=default_cache_dir())
@@ -151,13 +169,21 @@ def main() -> None:
     console = Console()
     console.print("transformers ...")
     rows = transformers_rows(path, prompts, arguments.max_tokens)
-    rows += llama_rows(arguments.gguf, prompts, arguments.max_tokens)
+    console.print("llama.cpp ...")
+    gguf = arguments.gguf
+    if gguf is None and arguments.target in PACKAGED_MODELS:
+        gguf = original_gguf(PACKAGED_MODELS[arguments.target], default_cache_dir())
+    llama, missing = llama_rows(arguments.llama_python, gguf, prompts, arguments.max_tokens)
+    rows += llama
     console.print("treewire ...")
     plan = Plan(budgets=(8, 16), concurrencies=(1, 4), num_prompts=arguments.prompts, max_tokens=arguments.max_tokens)
     options = StackOptions(target=arguments.target, drafter=arguments.drafter, dtype=arguments.dtype, port=0)
     rows += asyncio.run(treewire_rows(options, plan))
     console.print(table(rows))
-    arguments.output.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
+    for each in missing:
+        console.print(f"not measured: {each.system}: {each.reason}")
+    result = {**provenance(), "dtype": arguments.dtype, "not_measured": [each._asdict() for each in missing], "rows": rows}
+    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     console.print(f"kept in {arguments.output}")
 
 

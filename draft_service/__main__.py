@@ -22,6 +22,10 @@ def build_engine(settings: DraftSettings) -> DraftEngine:
         "dflash": _dflash,
         "simulated": _simulated,
     }
+    if settings.engine != "dflash" and settings.beam not in (None, 1):
+        raise ValueError(
+            f"beam is {settings.beam}, the {settings.engine} engine describes depths, not the children of a prefix"
+        )
     return builders[settings.engine](settings)
 
 
@@ -56,7 +60,7 @@ def _dflash(settings: DraftSettings) -> DraftEngine:
         raise ValueError(
             "the dflash engine needs a model, its checkpoint, and a target, whose embedding and output head it shares"
         )
-    set_here = {name: getattr(settings, name) for name in ("horizon", "width") if name in settings.model_fields_set}
+    set_here = {name: getattr(settings, name) for name in ("horizon", "width", "beam") if name in settings.model_fields_set}
     return load_feature_drafter(
         resolve_drafter(settings.model),
         resolve(settings.target, cache_dir=settings.cache_dir or default_cache_dir()),

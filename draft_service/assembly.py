@@ -10,8 +10,7 @@ import grpc
 from draft_service.engine import DraftEngine, Proposal
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
-from draft_service.step import Step
-from treewire.core.tree import Marginals
+from draft_service.step import Answer, Step
 from treewire.runtime.engine_thread import EngineThread
 from treewire.runtime.metrics import DraftMetrics, Metrics
 from treewire.v1 import draft_pb2, draft_pb2_grpc
@@ -24,7 +23,7 @@ class DraftProcess:
     """The parts of one process. The thread is to be entered before `warm_up`, which loads the engine on it."""
 
     service: DraftService
-    thread: EngineThread[Proposal, Marginals]
+    thread: EngineThread[Proposal, Answer]
     step: Step
     metrics: Metrics
 

@@ -20,7 +20,7 @@ class Drafter:
     """What a drafter is and how far it looks. `vocabulary_size` and `tokenizer_hash` are 0 and "" if any target fits.
 
     A drafter that needs context features says which: their size, the target layers that they are made of, and the hash of the
-    projection that makes them.
+    projection that makes them. `max_prefixes` is the most that conditional rows of one answer describe, 0 if it has none.
     """
 
     engine: str
@@ -34,11 +34,12 @@ class Drafter:
     feature_size: int = 0
     tapped_layers: tuple[int, ...] = ()
     feature_projection_hash: str = ""
+    max_prefixes: int = 0
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A session's new commit, and how deep and wide the answer may be.
+    """A session's new commit, how deep and wide the answer may be, and whether it may have conditional rows.
 
     `features`, float32 [positions, feature size], of the positions since the last proposal, for engines that need them.
     """
@@ -48,6 +49,7 @@ class Proposal:
     horizon: int
     width: int
     features: NDArray[np.float32] | None = None
+    takes_conditional: bool = False
 
 
 class DraftEngine(Protocol):

@@ -10,9 +10,8 @@ import grpc
 
 from draft_service.engine import Drafter, FeatureReader, Proposal
 from draft_service.sessions import DraftSession, Opening, fingerprint
-from draft_service.step import Step
+from draft_service.step import Answer, Step
 from treewire import __version__, wire
-from treewire.core.tree import Marginals
 from treewire.errors import InvalidRequest, Overloaded, Unsupported
 from treewire.runtime.engine_thread import EngineThread
 from treewire.runtime.metrics import DraftMetrics
@@ -27,7 +26,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     def __init__(
         self,
         step: Step,
-        thread: EngineThread[Proposal, Marginals],
+        thread: EngineThread[Proposal, Answer],
         metrics: DraftMetrics,
         *,
         max_sessions: int,
@@ -58,8 +57,9 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                 if request.WhichOneof("event") == "features":
                     await self._take_in(session, request.features)
                 else:
-                    marginals = await self._thread.submit(_proposal(session, request))
-                    yield draft_pb2.DraftResponse(marginals=wire.marginals_to_message(marginals))
+                    answer = await self._thread.submit(_proposal(session, request))
+                    for block in wire.marginals_to_messages(answer.marginals):
+                        yield draft_pb2.DraftResponse(marginals=block, step_seconds=answer.step_seconds)
         finally:
             self._release(session)
 
@@ -126,4 +126,5 @@ def limits(drafter: Drafter, opening: Opening | None = None) -> draft_pb2.DraftL
         needs_features=drafter.needs_features,
         fingerprint=fingerprint(drafter),
         engine=drafter.engine,
+        max_prefixes=drafter.max_prefixes if opening is None or opening.takes_conditional else 0,
     )

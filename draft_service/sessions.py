@@ -26,6 +26,7 @@ class Opening:
     sampling: Sampling
     horizon: int
     width: int
+    takes_conditional: bool
 
     @classmethod
     def from_message(cls, message: draft_pb2.DraftOpen, drafter: Drafter) -> Opening:
@@ -54,6 +55,7 @@ class Opening:
             ),
             horizon=min(message.horizon, drafter.horizon),
             width=min(message.width, drafter.width, vocabulary_size),
+            takes_conditional=message.takes_conditional,
         )
 
 
@@ -112,7 +114,8 @@ class DraftSession:
             )
         self.length = commit.length
         horizon = min(self.opening.horizon, self.drafter.max_context - commit.length)
-        return Proposal(self.id, commit, horizon, self.opening.width, self.take_waiting() if self.waiting else None)
+        features = self.take_waiting() if self.waiting else None
+        return Proposal(self.id, commit, horizon, self.opening.width, features, self.opening.takes_conditional)
 
     def features_from_message(self, message: tree_pb2.Features) -> NDArray[np.float32]:
         """The next positions' features, checked against what has come before and the longest context."""

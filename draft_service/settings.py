@@ -29,6 +29,12 @@ class DraftSettings(ServiceSettings):
     threads: int = Field(1, ge=0, description="CPU threads of the drafter; 0 is one a core; causal-lm and dflash.")
     horizon: int = Field(8, ge=1, le=64, description="Deepest depth that is guessed at; for dflash its own if not set.")
     width: int = Field(16, ge=1, le=256, description="Tokens guessed at each depth; for dflash 64 if not set.")
+    beam: int | None = Field(
+        None,
+        ge=1,
+        le=16,
+        description="Prefixes guessed from at each depth, all but one in conditional rows; recurrent drafters; unset is 4.",
+    )
     max_sessions: int = Field(256, ge=1, description="Sessions that may be open at once.")
     max_batch_size: int = Field(64, ge=1, description="Sessions that one step of the drafter serves.")
     max_queue_length: int = Field(1024, ge=1, description="Proposals that may wait for a step.")

@@ -6,16 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
+from gateway.adaptive import Learned
 from gateway.admission import Admission
 from gateway.failover import FailoverPatience
 from gateway.generations import Generations, Serving
 from gateway.openai.door import HttpDoor, http_door
 from gateway.playground import routes as playground
 from gateway.policy import BranchWeights
-from gateway.replicas import Replicas
+from gateway.replicas import Location, Replicas
 from gateway.requests import RequestLimits
 from gateway.service import GenerateService
 from gateway.settings import GatewaySettings
@@ -31,7 +33,13 @@ from treewire.v1 import draft_pb2, generate_pb2, generate_pb2_grpc, tree_pb2, ve
 SERVICE = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full_name
 _VERIFY = verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name
 _DRAFT = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
+FALLBACK_BUDGET = 8
+"""Nodes of a draft tree where the budget is to be adaptive and the target tells no prices."""
+
 _NO_LIMIT = 2**31 - 1  # what the field of the contract holds
+
+
+OpenUpstream = Callable[[str, Location], grpc.aio.Channel]
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,8 @@ class GatewayProcess:
         await upstreams.meet_drafter()
         limits = request_limits(settings, target, tokenization)
         weights = BranchWeights(settings.log_prob_weight, settings.noise_weight)
-        self.generations.start(Serving(tokenization, limits, settings.model, upstreams, weights))
+        learned = Learned(max(1, limits.adaptive_budget))
+        self.generations.start(Serving(tokenization, limits, settings.model, upstreams, weights, learned))
 
 
 def request_limits(settings: GatewaySettings, target: verify_pb2.VerifyLimits, tokenization: Tokenization) -> RequestLimits:
@@ -93,7 +102,8 @@ def request_limits(settings: GatewaySettings, target: verify_pb2.VerifyLimits, t
         max_prompt_tokens=settings.max_prompt_tokens or target.max_context,
         max_output_tokens=settings.max_output_tokens or _NO_LIMIT,
         max_budget=max_budget,
-        default_budget=min(settings.budget, max_budget),
+        default_budget=min(FALLBACK_BUDGET if settings.budget == "auto" else settings.budget, max_budget),
+        adaptive_budget=min(settings.adaptive_budget, max_budget) if settings.budget == "auto" else 0,
         max_width=settings.width,
         default_max_tokens=settings.max_tokens,
         default_temperature=settings.temperature,
@@ -103,8 +113,15 @@ def request_limits(settings: GatewaySettings, target: verify_pb2.VerifyLimits, t
 
 
 @asynccontextmanager
-async def assemble(settings: GatewaySettings, load_tokenization: Callable[[], Tokenization]) -> AsyncIterator[GatewayProcess]:
-    """The gateway of these settings, with its channels for as long as the context lasts."""
+async def assemble(
+    settings: GatewaySettings,
+    load_tokenization: Callable[[], Tokenization],
+    open_upstream: OpenUpstream | None = None,
+) -> AsyncIterator[GatewayProcess]:
+    """The gateway of these settings, with its channels for as long as the context lasts.
+
+    `open_upstream` makes the channel to a replica of a service, where that is not reached over a network.
+    """
     metrics = Metrics(settings.service)
     admission = Admission(
         max_running=settings.max_running, max_queued=settings.max_queued, max_wait_seconds=settings.max_wait_seconds
@@ -114,20 +131,18 @@ async def assemble(settings: GatewaySettings, load_tokenization: Callable[[], To
     generations = Generations(admission, gateway_metrics, tracing)
     async with AsyncExitStack() as stack:
         stack.callback(tracing.close)
-        verify = await stack.enter_async_context(_replicas(settings, settings.verify, _VERIFY).watched())
+        connect = open_upstream or _connected(settings)
+        verify = await stack.enter_async_context(Replicas(settings.verify, _VERIFY, partial(connect, _VERIFY)).watched())
         draft = None
         if settings.draft:
-            draft = await stack.enter_async_context(_replicas(settings, settings.draft, _DRAFT).watched())
+            draft = await stack.enter_async_context(Replicas(settings.draft, _DRAFT, partial(connect, _DRAFT)).watched())
         gateway_metrics.watch_replicas(lambda: verify.num_available, lambda: draft.num_available if draft else 0)
         yield GatewayProcess(generations, admission, metrics, verify, draft, settings, gateway_metrics, load_tokenization)
 
 
-def _replicas(settings: GatewaySettings, addresses: tuple[str, ...], service: str) -> Replicas:
+def _connected(settings: GatewaySettings) -> OpenUpstream:
+    """Channels over the network, with the token and the certificates of the settings."""
     certificates = settings.upstream_certificates
     tls = None if certificates is None else channel_credentials(certificates)
     token = settings.read_token()
-    return Replicas(
-        addresses,
-        service,
-        lambda location: open_channel(location.address, token=token, tls=tls, server_name=location.server_name),
-    )
+    return lambda service, location: open_channel(location.address, token=token, tls=tls, server_name=location.server_name)

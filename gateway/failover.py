@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import stamina
 
+from gateway.costs import TargetCosts
 from gateway.replicas import Replica, Replicas
 from gateway.sessions import SessionRequest, VerifySession
 from treewire import wire
@@ -98,6 +99,16 @@ class ResilientVerifySession:
         self._lifetime = AsyncExitStack()
         self._open: tuple[Replica, VerifySession] | None = None
         self.scored: verify_pb2.Scored | None = None
+
+    @property
+    def host_seconds(self) -> Mapping[str, float]:
+        """Seconds of the last round that this end of the session took, by stage; none while on no replica."""
+        return {} if self._open is None else self._open[1].host_seconds
+
+    @property
+    def costs(self) -> TargetCosts | None:
+        """Those of the replica that the session is on; None while it is on none."""
+        return None if self._open is None else self._open[1].costs
 
     async def __aenter__(self) -> ResilientVerifySession:
         return self

@@ -24,8 +24,11 @@ class Verifying(Protocol):
 class Drafting(Protocol):
     """A session of the draft service. Losing it is not an error."""
 
-    async def propose(self, commit: Commit) -> Marginals:
-        """Guesses at what follows; empty without a drafter."""
+    async def ask(self, commit: Commit) -> None:
+        """Have guesses made at what follows the commit; never waits for them."""
+
+    async def propose(self) -> Marginals:
+        """The guesses that were asked for; empty without a drafter."""
 
 
 class Policy(Protocol):
@@ -44,11 +47,9 @@ async def generate(
     """One generation. Ends after the emission that has a finish reason; leaving it early ends both sessions."""
     async with verify_session as verifying, draft_session as drafting:
         commit = await verifying.prefill()
-        while True:
-            emission = stopping.admit(commit)
+        while (emission := stopping.admit(commit)).finish_reason is None:
+            await drafting.ask(commit)  # the drafter is at work before anything is emitted
             yield emission
-            if emission.finish_reason:
-                return
-            marginals = await drafting.propose(commit)
-            tree = policy.build(commit, marginals)
+            tree = policy.build(commit, await drafting.propose())
             commit = await verifying.verify(tree)
+        yield emission

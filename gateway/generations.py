@@ -9,13 +9,16 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
+from gateway.adaptive import AdaptiveBudget, Learned
 from gateway.admission import Admission
+from gateway.features import FeatureLog
 from gateway.generation import Policy, generate
 from gateway.merging import merged
 from gateway.policy import BranchWeights, HybridPolicy, TreePolicy
 from gateway.quotas import Quotas
 from gateway.requests import GenerationRequest, RequestLimits, parse
 from gateway.rounds import RoundRecord, Rounds
+from gateway.sessions import SessionRequest
 from gateway.stopping import Emission, FinishReason, Stopping
 from gateway.tokenization import Tokenization
 from gateway.upstreams import Upstreams
@@ -41,6 +44,7 @@ class Serving:
     model: str
     upstreams: Upstreams
     weights: BranchWeights
+    learned: Learned
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,20 @@ class Finished:
 Event: TypeAlias = Started | Advanced | Finished
 
 
+class _Prefill:
+    """The prompt of a request on its way through the target: computed for the first generation, found there by the others."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.features: FeatureLog | None = None
+
+    def end(self, session: SessionRequest) -> None:
+        """The session has its first token; what it was told of the prompt is kept. Later calls change nothing."""
+        if not self.ended.is_set():
+            self.features = None if session.features is None else session.features.copy()
+            self.ended.set()
+
+
 class Generations:
     """Runs generations for callers, over whichever door they came."""
 
@@ -112,17 +130,26 @@ class Generations:
         return await self.tokenized(lambda tokenization: parse(message, tokenization, limits))
 
     def run_all(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
-        """The generations that the request asks for, their events told apart by `index`; Started comes once."""
-        return merged([self.run(generation) for generation in request.generations()])
+        """The generations that the request asks for, their events told apart by `index`; Started comes once.
 
-    async def run(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
-        """One generation: Started if it is the first, Advanced as often as tokens come, Finished. Leaving early ends it."""
+        The first computes the prompt; the others begin when it has, and find the prompt's keys and values in the target.
+        """
+        prefill = _Prefill()
+        return merged([self._run(generation, prefill) for generation in request.generations()])
+
+    async def _run(self, request: GenerationRequest, prefill: _Prefill) -> AsyncGenerator[Event, None]:
+        """One generation: Started if it is the first, Advanced as often as tokens come, Finished. Leaving early ends it.
+
+        The first one ends `prefill` with its first tokens; the others wait for that, each in its place.
+        """
         async with AsyncExitStack() as stack:
             tracer = stack.enter_context(self._tracing.generation(current_call(), self.serving.model))
             stack.enter_context(self._quotas.use(current_call().caller))
             with tracer.span("admission"):
                 call = current_call()
                 await stack.enter_async_context(self._admission.place(call.key, call.remaining_seconds))
+                if request.index > 0:
+                    await prefill.ended.wait()
             rounds = Rounds(tracer)
             if request.index == 0:
                 yield self._started(request)
@@ -131,7 +158,10 @@ class Generations:
             if resumed.finish_reason is not None:
                 yield _finished(request, rounds, resumed, resumed.finish_reason)
                 return
-            async for emission in await stack.enter_async_context(aclosing(self._emissions(request, stopping, rounds))):
+            session = self._session_request(request, rounds, prefill)
+            emissions = self._emissions(request, session, stopping, rounds)
+            async for emission in await stack.enter_async_context(aclosing(emissions)):
+                prefill.end(session)
                 record = rounds.emitted(emission)
                 self._count(record, emission)
                 yield Advanced(emission, record, request.index)
@@ -141,25 +171,45 @@ class Generations:
                     self._tell(finished)
                     yield finished
 
-    def _emissions(self, request: GenerationRequest, stopping: Stopping, rounds: Rounds) -> AsyncGenerator[Emission, None]:
-        upstreams = self.serving.upstreams
-        noise_weight = self.serving.weights.noise
-        session = upstreams.session_request(request, current_call(), rounds.trace, noise_weight=noise_weight)
-        drafting = upstreams.draft_session(
-            session, budget=request.budget, width=request.width, on_lost=self._metrics.drafter_losses.inc
+    def _session_request(self, request: GenerationRequest, rounds: Rounds, prefill: _Prefill) -> SessionRequest:
+        return self.serving.upstreams.session_request(
+            request,
+            current_call(),
+            rounds.trace,
+            noise_weight=self.serving.weights.noise,
+            prompt_features=prefill.features,
         )
+
+    def _emissions(
+        self, request: GenerationRequest, session: SessionRequest, stopping: Stopping, rounds: Rounds
+    ) -> AsyncGenerator[Emission, None]:
+        upstreams = self.serving.upstreams
+        verifying = upstreams.verify_session(session)
+        drafting = upstreams.draft_session(
+            session,
+            budget=request.budget,
+            width=request.width,
+            on_lost=self._metrics.drafter_losses.inc,
+            span=rounds.span,
+        )
+        if not (request.adapts and upstreams.has_drafter):
+            policy = self._policy(request)
+            return generate(rounds.verifying(verifying), rounds.drafting(drafting), rounds.policy(policy), stopping)
+        adaptive = AdaptiveBudget(self.serving.learned, request, self._tree_policy(request), self.serving.limits.default_budget)
         return generate(
-            rounds.verifying(upstreams.verify_session(session)),
-            rounds.drafting(drafting),
-            rounds.policy(self._policy(request)),
+            rounds.verifying(adaptive.verifying(verifying)),
+            rounds.drafting(adaptive.drafting(drafting)),
+            rounds.policy(adaptive),
             stopping,
         )
 
     def _policy(self, request: GenerationRequest) -> Policy:
-        budget, length_limit, sampling = request.budget, request.length_limit, request.sampling
-        if request.accept == tree_pb2.ACCEPTANCE_HYBRID and not sampling.is_greedy:
-            return HybridPolicy(budget, length_limit, sampling, request.hybrid_width)
-        return TreePolicy(budget, length_limit, sampling, self.serving.weights)
+        if request.accept == tree_pb2.ACCEPTANCE_HYBRID and not request.sampling.is_greedy:
+            return HybridPolicy(request.budget, request.length_limit, request.sampling, request.hybrid_width)
+        return self._tree_policy(request)
+
+    def _tree_policy(self, request: GenerationRequest) -> TreePolicy:
+        return TreePolicy(request.budget, request.length_limit, request.sampling, self.serving.weights)
 
     def _started(self, request: GenerationRequest) -> Started:
         return Started(
@@ -190,7 +240,7 @@ class Generations:
                 num_accepted_tokens=record.num_accepted_tokens(emission),
                 num_emitted_tokens=len(emission.token_ids),
             )
-            self._metrics.observe_output_tokens(len(emission.token_ids), sum(record.stage_seconds.values()))
+            self._metrics.observe_output_tokens(len(emission.token_ids), record.seconds)
         for stage, seconds in record.stage_seconds.items():
             self._metrics.stage_seconds.labels(stage).observe(seconds)
 

@@ -30,16 +30,17 @@ class TreePolicy:
     sampling: Sampling
     weights: BranchWeights = BranchWeights()
 
-    def build(self, commit: Commit, marginals: Marginals) -> BuiltTree:
-        """The round's tree: best first from the drafter's marginals, no deeper than tokens can still be emitted.
+    def max_depth(self, commit: Commit) -> int:
+        """How deep the round's tree may be for all its tokens to be emitted: a tree of depth d gives at most d + 1."""
+        return max(0, self.length_limit - commit.length - 1)
 
-        A tree of depth d gives at most d + 1 tokens.
-        """
+    def build(self, commit: Commit, marginals: Marginals) -> BuiltTree:
+        """The round's tree: best first from the drafter's marginals, no deeper than tokens can still be emitted."""
         return build_tree(
             commit.bonus_token_id,
             marginals,
             self.budget,
-            max_depth=max(0, self.length_limit - commit.length - 1),
+            max_depth=self.max_depth(commit),
             branch_scores=self._branch_scores(commit, marginals),
         )
 

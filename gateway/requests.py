@@ -10,6 +10,7 @@ from gateway.tokenization import Tokenization
 from treewire import wire
 from treewire.core.noise import MAX_SEED
 from treewire.core.sampling import Sampling
+from treewire.core.structure import Structure
 from treewire.errors import InvalidRequest, Unsupported
 from treewire.runtime.calls import CallerLimits
 from treewire.v1 import generate_pb2, tree_pb2
@@ -20,14 +21,18 @@ _MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARACTERS = 256
 _MAX_STOP_TOKENS = 64
 _MAX_HYBRID_WIDTH = 16
-_MAX_LOG_PROBS = 20
-_MAX_GENERATIONS = 16
+MAX_LOG_PROBS = 20
+MAX_GENERATIONS = 16
 DEFAULT_HYBRID_WIDTH = 3
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What this gateway takes, and what it fills in."""
+    """What this gateway takes, and what it fills in.
+
+    `adaptive_budget` is the most nodes of trees whose budget is chosen in each round, where a request sets none; 0 if
+    `default_budget` holds then.
+    """
 
     max_context: int
     max_prompt_characters: int
@@ -35,6 +40,7 @@ class RequestLimits:
     max_output_tokens: int
     max_budget: int
     default_budget: int
+    adaptive_budget: int
     max_width: int
     default_max_tokens: int
     default_temperature: float
@@ -52,7 +58,10 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request that can be run as it is. `prompt` ends with `delivered`, what an earlier stream of it has given."""
+    """A request that can be run as it is. `prompt` ends with `delivered`, what an earlier stream of it has given.
+
+    `adapts` is True if the budget is chosen in each round; `budget` is then the most.
+    """
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -64,8 +73,10 @@ class GenerationRequest:
     accept: tree_pb2.Acceptance.ValueType = tree_pb2.ACCEPTANCE_SHARED_NOISE
     hybrid_width: int = DEFAULT_HYBRID_WIDTH
     num_log_probs: int | None = None
+    structure: Structure | None = None
     index: int = 0
     num_generations: int = 1
+    adapts: bool = False
 
     @property
     def length_limit(self) -> int:
@@ -91,18 +102,22 @@ def parse(message: generate_pb2.GenerateRequest, tokenization: Tokenization, lim
         strings=_stop_strings(message),
     )
     delivered = _delivered(message, len(prompt), max_tokens, limits)
+    sampling = _sampling(message, limits)
+    adapts = _adapts(message, sampling, limits)
     return GenerationRequest(
         prompt=(*prompt, *delivered),
-        sampling=_sampling(message, limits),
+        sampling=sampling,
         rules=rules,
-        budget=_in_range(message, "budget", limits.default_budget, 0, limits.max_budget),
+        budget=limits.adaptive_budget if adapts else _in_range(message, "budget", limits.default_budget, 0, limits.max_budget),
+        adapts=adapts,
         width=_in_range(message, "width", limits.max_width, 1, limits.max_width),
         include_rounds=message.include_rounds,
         accept=message.accept or tree_pb2.ACCEPTANCE_SHARED_NOISE,
         hybrid_width=_in_range(message, "hybrid_width", DEFAULT_HYBRID_WIDTH, 1, _MAX_HYBRID_WIDTH),
-        num_log_probs=_in_range(message, "num_log_probs", 0, 0, _MAX_LOG_PROBS) if message.HasField("num_log_probs") else None,
-        num_generations=_in_range(message, "n", 1, 1, _MAX_GENERATIONS),
+        num_log_probs=_in_range(message, "num_log_probs", 0, 0, MAX_LOG_PROBS) if message.HasField("num_log_probs") else None,
+        num_generations=_in_range(message, "n", 1, 1, MAX_GENERATIONS),
         delivered=delivered,
+        structure=wire.structure_from_message(message),
     )
 
 
@@ -118,7 +133,10 @@ def _refuse_unsupported(message: generate_pb2.GenerateRequest) -> None:
     if message.HasField("num_prompt_log_probs"):
         raise _unsupported("num_prompt_log_probs", "the logits of a prompt are computed for its last token alone")
     if structure := message.WhichOneof("structure"):
-        raise _unsupported(structure, "this gateway does not hold generations to a structure")
+        if message.ignore_end:
+            raise _unsupported("ignore_end", f"what must match a {structure} ends where that ends")
+        if message.sampling.min_tokens:
+            raise _unsupported("min_tokens", f"what must match a {structure} ends where that ends")
     if message.HasField("hybrid_width") and message.accept != tree_pb2.ACCEPTANCE_HYBRID:
         raise _invalid("hybrid_width", message.hybrid_width, "it goes with ACCEPTANCE_HYBRID")
 
@@ -202,6 +220,15 @@ def _stop_strings(message: generate_pb2.GenerateRequest) -> tuple[str, ...]:
         if not 1 <= len(string) <= _MAX_STOP_CHARACTERS:
             raise _invalid("stop", f"a string of {len(string)} characters", f"from 1 to {_MAX_STOP_CHARACTERS} are taken")
     return tuple(message.stop)
+
+
+def _adapts(message: generate_pb2.GenerateRequest, sampling: Sampling, limits: RequestLimits) -> bool:
+    """True if the budget is chosen in each round. Never under hybrid acceptance: its law holds only if the value of a drawn
+    token does not decide the tree's shape, and that value is part of what a tree promises. Nor for structured output: what a
+    drafter's probabilities are worth there says nothing of free text, and nodes that the structure forbids cost nothing."""
+    if message.HasField("budget") or limits.adaptive_budget == 0 or message.WhichOneof("structure") is not None:
+        return False
+    return sampling.is_greedy or message.accept != tree_pb2.ACCEPTANCE_HYBRID
 
 
 def _stop_token_ids(message: generate_pb2.GenerateRequest, limits: RequestLimits) -> tuple[int, ...]:

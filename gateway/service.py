@@ -58,6 +58,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             model=serving.model,
             max_context=serving.limits.max_context,
             default_budget=serving.limits.default_budget,
+            adaptive_budget=serving.limits.adaptive_budget > 0,
             max_budget=serving.limits.max_budget,
             default_max_tokens=serving.limits.default_max_tokens,
             version=__version__,
@@ -109,6 +110,7 @@ def _statistics_to_message(statistics: Statistics) -> generate_pb2.Statistics:
         total_seconds=statistics.total_seconds,
         stage_seconds=statistics.stage_seconds,
         num_certificate_violations=statistics.certificate_violations,
+        rounds_by_nodes=statistics.rounds_by_nodes,
     )
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc
 import stamina
 
+from gateway.costs import TargetCosts
 from gateway.features import FeatureLog, FeaturesGone, num_positions
 from treewire import wire
 from treewire.core.build import BuiltTree
 from treewire.core.sampling import Sampling
+from treewire.core.structure import Structure
 from treewire.core.tree import Commit, Marginals
 from treewire.errors import (
     DeadlineExceeded,
@@ -44,7 +47,8 @@ class SessionRequest:
 
     The last `num_output_tokens` of the prompt count as output. With `num_log_probs` the target tells the log-prob of each
     committed token, and so many of the likeliest tokens. `features` is where the target's context features go, and the
-    drafter's come from; None if the drafter reads none.
+    drafter's come from; None if the drafter reads none. `takes_conditional` tells whether trees are built from the rows of
+    prefixes too. The output matches `structure`, if there is one.
     """
 
     prompt: tuple[int, ...]
@@ -54,9 +58,11 @@ class SessionRequest:
     accept: tree_pb2.Acceptance.ValueType = tree_pb2.ACCEPTANCE_SHARED_NOISE
     num_log_probs: int | None = None
     trees_aim_at_noise: bool = True
+    takes_conditional: bool = True
     num_output_tokens: int = 0
     features: FeatureLog | None = None
     trace: Trace | None = None
+    structure: Structure | None = None
 
     @property
     def metadata(self) -> Metadata:
@@ -93,8 +99,10 @@ class VerifySession:
     round_timeout_seconds: float
     length: int
     vocabulary_size: int
+    costs: TargetCosts
     features: FeatureLog | None = None
     scored: verify_pb2.Scored | None = None
+    host_seconds: Mapping[str, float] = field(default_factory=dict)
 
     async def prefill(self) -> Commit:
         """The first token after the prompt. Features that come while the prefill runs are put where the drafter finds them."""
@@ -103,11 +111,19 @@ class VerifySession:
         return self._committed(response.commit)
 
     async def verify(self, built: BuiltTree) -> Commit:
-        """What the target accepts of the tree, and its bonus token. `scored` holds the whole answer."""
+        """What the target accepts of the tree, and its bonus token. `scored` holds the whole answer, `host_seconds` the time
+        that its two ends took to write and read messages."""
+        started = time.perf_counter()
+        request = verify_pb2.VerifyRequest(tree=wire.tree_to_message(built.tree))
+        encoded = time.perf_counter()
         async with _deadline(self.round_timeout_seconds, "verify"):
-            await _write(self.call, verify_pb2.VerifyRequest(tree=wire.tree_to_message(built.tree)), "verify")
+            await _write(self.call, request, "verify")
             self.scored = (await self._answer()).scored
-        return self._committed(self.scored.commit)
+        answered = time.perf_counter()
+        commit = self._committed(self.scored.commit)
+        self.host_seconds = {"encode": encoded - started, "decode": time.perf_counter() - answered}
+        self.costs.observe(self.scored, answered - started)
+        return commit
 
     async def _answer(self) -> verify_pb2.VerifyResponse:
         """The next message that is not features; those before it are kept. Never waits for the drafter."""
@@ -133,10 +149,16 @@ async def _deadline(seconds: float, stage: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def verify_session(
-    channel: grpc.aio.Channel, request: SessionRequest, *, prefill_timeout_seconds: float, round_timeout_seconds: float
+    channel: grpc.aio.Channel,
+    request: SessionRequest,
+    costs: TargetCosts,
+    *,
+    prefill_timeout_seconds: float,
+    round_timeout_seconds: float,
 ) -> AsyncIterator[VerifySession]:
-    """A session of the verify service, from open to the end of its stream."""
+    """A session of the verify service, from open to the end of its stream. `costs` are told its prices and its steps."""
     call = verify_pb2_grpc.VerifyServiceStub(channel).Verify(metadata=request.metadata)
+    costs.num_sessions += 1
     try:
         opening = verify_pb2.VerifyOpen(
             protocol_version=wire.PROTOCOL_VERSION,
@@ -144,23 +166,35 @@ async def verify_session(
             prompt_token_ids=wire.token_ids_to_bytes(request.prompt),
             sampling=wire.sampling_to_message(request.sampling),
             features=request.features is not None,
+            first_feature_position=0 if request.features is None else min(request.features.stop, len(request.prompt)),
             accept=request.accept,
             num_log_probs=request.num_log_probs,
             num_output_tokens=request.num_output_tokens,
         )
+        wire.set_structure(opening, request.structure)
         async with _deadline(prefill_timeout_seconds, "open"):
             await _write(call, verify_pb2.VerifyRequest(open=opening), "verify")
             limits = (await _read(call, "verify")).accepted_open
+        costs.tell(limits.prices)
         yield VerifySession(
             call,
             prefill_timeout_seconds,
             round_timeout_seconds,
             len(request.prompt),
             limits.fingerprint.vocabulary_size,
+            costs,
             request.features,
         )
     finally:
+        costs.num_sessions -= 1
         call.cancel()
+
+
+Span = Callable[[str], AbstractContextManager[None]]
+
+
+def _no_span(_: str) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @dataclass
@@ -168,7 +202,8 @@ class DraftStream:
     """An open session of the draft service, good for as long as nothing goes wrong on it.
 
     A drafter that reads features gets them from `features`, in order of position: those of all committed positions but the
-    last ahead of each commit. `num_features` counts the positions that it has been sent.
+    last ahead of each commit. `num_features` counts the positions that it has been sent. `max_prefixes` is the most that the
+    conditional rows of a proposal may describe.
     """
 
     call: grpc.aio.StreamStreamCall[draft_pb2.DraftRequest, draft_pb2.DraftResponse]
@@ -176,34 +211,42 @@ class DraftStream:
     length: int
     vocabulary_size: int
     features: FeatureLog | None = None
+    max_prefixes: int = 0
     num_features: int = 0
+    step_seconds: float = 0.0
 
     def takes(self, length: int) -> bool:
         """True if the drafter can follow a sequence of this length."""
         return length <= self.limits.max_context
 
-    async def feed(self, stop: int) -> None:
-        """Send the features of positions before `stop`, each as soon as the target has made it, at the drafter's own pace."""
+    async def feed(self, stop: int, span: Span = _no_span) -> None:
+        """Send the features of positions before `stop`, each as soon as the target has made it, at the drafter's own pace.
+        `span` notes how long each message takes."""
         while self.features is not None and self.num_features < stop:
             message = await self.features.after(self.num_features)
-            await _write(self.call, draft_pb2.DraftRequest(features=message), "draft")
+            with span("features"):
+                await _write(self.call, draft_pb2.DraftRequest(features=message), "draft")
             self.num_features += num_positions(message)
 
     async def propose(self, commit: Commit) -> Marginals:
-        """Send a commit, behind its features, and read the blocks of its proposal."""
+        """Send a commit, behind its features, and read the blocks of its proposal. `step_seconds` holds what its step took."""
         await self.feed(commit.length - 1)
         await _write(self.call, draft_pb2.DraftRequest(commit=wire.commit_to_message(commit)), "draft")
         self.length = commit.length
         blocks: list[tree_pb2.Marginals] = []
         while not blocks or not blocks[-1].last:
-            blocks.append((await _read(self.call, "draft")).marginals)
-            if len(blocks) > max(1, self.limits.horizon):
-                raise InvalidRequest(f"the draft service sent {len(blocks)} blocks for {self.limits.horizon} depths")
+            response = await _read(self.call, "draft")
+            blocks.append(response.marginals)
+            self.step_seconds = response.step_seconds
+            if len(blocks) > max(1, self.limits.horizon + self.max_prefixes):
+                most = f"{self.limits.horizon} depths and {self.max_prefixes} prefixes"
+                raise InvalidRequest(f"the draft service sent {len(blocks)} blocks for {most}")
         return wire.marginals_from_messages(
             blocks,
             max_depths=self.limits.horizon,
             max_width=self.limits.width,
             vocabulary_size=self.vocabulary_size,
+            max_prefixes=self.max_prefixes,
         )
 
 
@@ -230,6 +273,7 @@ async def open_draft_stream(
             horizon=horizon,
             width=width,
             rank_with_noise=request.trees_aim_at_noise,
+            takes_conditional=request.takes_conditional,
         )
         await _write(call, draft_pb2.DraftRequest(open=opening), "draft")
         limits = (await _read(call, "draft")).accepted_open
@@ -240,7 +284,8 @@ async def open_draft_stream(
         call.cancel()
         raise
     features = request.features if limits.needs_features else None
-    return DraftStream(call, limits, len(tokens), request.target.vocabulary_size, features)
+    max_prefixes = min(limits.max_prefixes, wire.MAX_PREFIXES) if request.takes_conditional else 0
+    return DraftStream(call, limits, len(tokens), request.target.vocabulary_size, features, max_prefixes)
 
 
 class DraftSession:
@@ -248,7 +293,8 @@ class DraftSession:
 
     The stream opens in the background while the target's prefill runs, and takes the prompt's features as they come. When it
     is lost, a new one is opened in the background from the committed prefix and its features, with back-off; the generation
-    goes on with lone roots meanwhile. Without all of those features there is no new one.
+    goes on with lone roots meanwhile. Without all of those features there is no new one. `span` is told of each message of
+    features that a new stream is fed.
     """
 
     def __init__(
@@ -258,48 +304,71 @@ class DraftSession:
         *,
         timeout_seconds: float,
         on_lost: Callable[[str], None],
+        span: Span = _no_span,
     ) -> None:
         self._open_stream = open_stream
+        self._span = span
         self._tokens = list(prompt)
         self._timeout_seconds = timeout_seconds
         self._on_lost = on_lost
         self._num_losses = 0
         self._opening: asyncio.Task[DraftStream] | None = None
+        self._asked: asyncio.Task[Marginals] | None = None
+        self.step_seconds: float | None = None
 
     async def __aenter__(self) -> DraftSession:
         self._opening = asyncio.create_task(self._fed_stream())
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._asked is not None:
+            self._asked.cancel()
         self._close()
 
-    async def propose(self, commit: Commit) -> Marginals:
-        """Guesses at what follows the commit; empty if the drafter has none in time."""
+    async def ask(self, commit: Commit) -> None:
+        """Send the commit, and those that were skipped, for guesses at what follows: if the drafter is at hand, now."""
+        self.skip(commit)
+        self._asked = asyncio.create_task(self._answer(commit.length))
+        await asyncio.sleep(0)  # the task begins, and comes as far as the sent message
+
+    def skip(self, commit: Commit) -> None:
+        """Go on without guesses at what follows this commit."""
         self._tokens.extend(commit.token_ids)
+
+    async def propose(self) -> Marginals:
+        """What was asked for; empty if the drafter has no guess in time. `step_seconds` holds what its step took, None if it
+        did not answer."""
+        assert self._asked is not None, "guesses are asked for first"
+        return await self._asked
+
+    async def _answer(self, length: int) -> Marginals:
+        self.step_seconds = None
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return await self._proposed(commit)
+                return await self._proposed(length)
         except TimeoutError:
             self._lose(f"no answer within {self._timeout_seconds:g} s")
         except TreewireError as error:
             self._lose(error.message, passing=isinstance(error, _PASSING))
         return Marginals.empty()
 
-    async def _proposed(self, commit: Commit) -> Marginals:
+    async def _proposed(self, length: int) -> Marginals:
         if self._opening is None or (self._num_losses and not self._opening.done()):
             return Marginals.empty()
         stream = await asyncio.shield(self._opening)
-        if not stream.takes(commit.length):
+        if not stream.takes(length):
             self._close()
             return Marginals.empty()
-        return await stream.propose(Commit(tuple(self._tokens[stream.length :]), commit.length))
+        marginals = await stream.propose(Commit(tuple(self._tokens[stream.length :]), length))
+        self.step_seconds = stream.step_seconds
+        return marginals
 
     async def _fed_stream(self) -> DraftStream:
         """A stream that continues the tokens committed by now, and has been sent what the drafter reads of them."""
         tokens = tuple(self._tokens)
         stream = await self._open_stream(tokens)
         try:
-            await stream.feed(len(tokens) - 1)
+            await stream.feed(len(tokens) - 1, self._span)
         except BaseException:
             stream.call.cancel()
             raise
@@ -335,12 +404,20 @@ class DraftSession:
 class NoDrafter:
     """The session of a gateway without a drafter: plain decoding in the same loop."""
 
+    step_seconds: float | None = None
+
     async def __aenter__(self) -> NoDrafter:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    async def propose(self, commit: Commit) -> Marginals:
+    async def ask(self, commit: Commit) -> None:
+        """There is nobody to ask."""
+
+    def skip(self, commit: Commit) -> None:
+        """There is nobody to leave out."""
+
+    async def propose(self) -> Marginals:
         """No guess."""
         return Marginals.empty()

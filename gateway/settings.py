@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, model_validator
 
 from gateway.replicas import DNS
 from treewire.runtime.settings import Address, Endpoint, OptionalAddress, ServiceSettings
@@ -40,9 +40,12 @@ class GatewaySettings(ServiceSettings):
         ("127.0.0.1:50051",), description="Replicas of the draft service, likewise; empty decodes without drafts."
     )
     model: str = Field("smollm2-135m", description="Whose tokenizer: alias, directory, hub id, or simulated.")
-    budget: int = Field(
-        8, ge=0, description="Nodes of a draft tree, root excluded, when a request sets none; 0 drafts nothing."
+    budget: Literal["auto"] | NonNegativeInt = Field(
+        "auto",
+        description="Nodes of a draft tree, root excluded, when a request sets none; 0 drafts nothing; auto chooses in each "
+        "round by the drafter's record and the target's prices, and is 8 for a target that tells none.",
     )
+    adaptive_budget: int = Field(64, ge=1, le=4096, description="Most nodes of a tree whose budget is auto.")
     max_budget: int = Field(256, ge=0, le=4096, description="Largest budget that a request may ask for.")
     horizon: int = Field(16, ge=1, le=64, description="Deepest depth that the drafter is asked for.")
     width: int = Field(64, ge=1, le=256, description="Tokens a depth that the drafter is asked for.")

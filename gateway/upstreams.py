@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from functools import partial
 import grpc
 import stamina
 
+from gateway.costs import TargetCosts
 from gateway.failover import FailoverPatience, Reason, ResilientVerifySession
 from gateway.features import FeatureLog, FeaturesGone
-from gateway.generation import Drafting
 from gateway.replicas import Replica, Replicas
 from gateway.requests import GenerationRequest
 from gateway.sessions import (
@@ -20,6 +21,7 @@ from gateway.sessions import (
     DraftStream,
     NoDrafter,
     SessionRequest,
+    Span,
     VerifySession,
     open_draft_stream,
     verify_session,
@@ -66,6 +68,7 @@ class Upstreams:
         self._patience = patience
         self._metrics = metrics
         self._drafter_reads_features = False
+        self._costs: defaultdict[str, TargetCosts] = defaultdict(TargetCosts)
 
     @property
     def target(self) -> tree_pb2.Fingerprint:
@@ -73,16 +76,28 @@ class Upstreams:
         return self._limits.fingerprint
 
     @property
+    def has_drafter(self) -> bool:
+        """True if there is a drafter to ask, whether or not it answers."""
+        return self._draft is not None
+
+    @property
     def horizon(self) -> int:
         """The deepest depth that the drafter is asked for."""
         return self._patience.horizon
 
     def session_request(
-        self, request: GenerationRequest, call: Call, trace: Trace | None, *, noise_weight: float
+        self,
+        request: GenerationRequest,
+        call: Call,
+        trace: Trace | None,
+        *,
+        noise_weight: float,
+        prompt_features: FeatureLog | None = None,
     ) -> SessionRequest:
         """What both services are told of a generation whose trees give the shared noise this weight. Context features are
-        asked for if the drafter, when last met, reads them."""
+        asked for if the drafter, when last met, reads them; those of the prompt may be known from another generation."""
         wants_features = self._drafter_reads_features and request.budget > 0 and self.target.feature_size > 0
+        features = FeatureLog(self._patience.feature_bytes) if prompt_features is None else prompt_features.copy()
         return SessionRequest(
             request.prompt,
             request.sampling,
@@ -91,9 +106,11 @@ class Upstreams:
             request.accept,
             request.num_log_probs,
             trees_aim_at_noise=noise_weight > 0 and request.accept != tree_pb2.ACCEPTANCE_HYBRID,
+            takes_conditional=request.accept != tree_pb2.ACCEPTANCE_HYBRID or request.sampling.is_greedy,
             num_output_tokens=len(request.delivered),
             trace=trace,
-            features=FeatureLog(self._patience.feature_bytes) if wants_features else None,
+            structure=request.structure,
+            features=features if wants_features else None,
         )
 
     async def meet_drafter(self) -> None:
@@ -114,7 +131,7 @@ class Upstreams:
     def _note(self, limits: draft_pb2.DraftLimits) -> None:
         self._drafter_reads_features = limits.needs_features
 
-    def verify_session(self, request: SessionRequest) -> AbstractAsyncContextManager[ResilientVerifySession]:
+    def verify_session(self, request: SessionRequest) -> ResilientVerifySession:
         """A session on the target, whichever of its replicas it is on."""
         return ResilientVerifySession(self._verify, self._open_verify, request, self._patience.failover, self._count_failover)
 
@@ -122,6 +139,7 @@ class Upstreams:
         return verify_session(
             replica.channel,
             request,
+            self._costs[replica.address],
             prefill_timeout_seconds=self._patience.prefill_seconds,
             round_timeout_seconds=self._patience.verify_seconds,
         )
@@ -130,9 +148,10 @@ class Upstreams:
         self._metrics.failovers.labels(reason.value).inc()
 
     def draft_session(
-        self, request: SessionRequest, *, budget: int, width: int, on_lost: Callable[[], None]
-    ) -> AbstractAsyncContextManager[Drafting]:
-        """A session on the drafter; one that never proposes if there is none or the budget leaves no room."""
+        self, request: SessionRequest, *, budget: int, width: int, on_lost: Callable[[], None], span: Span
+    ) -> DraftSession | NoDrafter:
+        """A session on the drafter; one that never proposes if there is none or the budget leaves no room. `span` is told of
+        the messages that carry a prompt's features."""
         if self._draft is None or budget == 0:
             return NoDrafter()
         opening = partial(
@@ -148,6 +167,7 @@ class Upstreams:
             request.prompt,
             timeout_seconds=self._patience.draft_seconds,
             on_lost=partial(_lost, request.request_id, on_lost),
+            span=span,
         )
 
 

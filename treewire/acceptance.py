@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -127,22 +127,44 @@ async def measure_stacks(
     options: StackOptions,
     plan: Plan,
     *,
+    beams: Sequence[int] = (),
     started: Callable[[StackOptions], AbstractAsyncContextManager[Stack]],
     on_measured: Callable[[Acceptance], None],
 ) -> list[Acceptance]:
-    """The drafter of `options` as trees and as chains, and the n-gram drafter's trees beside it, in a stack each."""
+    """The drafter of `options` as trees, with each beam if some are given, and as chains, and the n-gram drafter's trees
+    beside it, in a stack each."""
     measured = []
-    for drafter, shapes in compared(options.drafter).items():
-        async with started(replace(options, drafter=drafter, port=0)) as stack:
-            measured += await measure(stack.address, plan, drafter=drafter, shapes=shapes, on_measured=on_measured)
+    for candidate in compared(options.drafter, beams):
+        async with started(replace(options, drafter=candidate.drafter, beam=candidate.beam, port=0)) as stack:
+            measured += await measure(
+                stack.address, plan, drafter=candidate.name, shapes=candidate.shapes, on_measured=on_measured
+            )
     return measured
 
 
-def compared(drafter: str) -> dict[str, tuple[str, ...]]:
-    """What is measured beside what: drafters with their shapes. Raises ValueError if there is no drafter."""
+class Candidate(NamedTuple):
+    """A drafter that is measured, with its beam if that is not the drafter's default."""
+
+    drafter: str
+    beam: int | None
+    shapes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What the report calls it."""
+        return self.drafter if self.beam is None else f"{self.drafter} beam {self.beam}"
+
+
+def compared(drafter: str, beams: Sequence[int] = ()) -> list[Candidate]:
+    """What is measured beside what. A beam of 1 has no conditional rows; chains do not depend on the beam, and are measured
+    once. Raises ValueError if there is no drafter, or for a beam below 1."""
     if drafter == NO_DRAFTER:
         raise ValueError(f"drafter is {drafter!r}, without one there is no acceptance to measure")
-    return {NGRAM: (TREE,), drafter: (TREE, CHAIN)}
+    if min(beams, default=1) < 1:
+        raise ValueError(f"beams are {list(beams)}, each must be at least 1")
+    first, *others = beams or (None,)
+    own = [Candidate(drafter, first, (TREE, CHAIN)), *(Candidate(drafter, beam, (TREE,)) for beam in others)]
+    return [Candidate(NGRAM, None, (TREE,)), *own]
 
 
 async def measure(

@@ -10,8 +10,12 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from statistics import fmean, median
 
+import grpc
+
 from treewire.client import AsyncClient
+from treewire.core.budget import StepPrice
 from treewire.types import Generation
+from treewire.v1 import verify_pb2, verify_pb2_grpc
 
 PROMPTS = (
     "What is the capital of Italy, and what is it known for?",
@@ -47,11 +51,13 @@ class Mode(Enum):
     PLAIN = "plain"
     CHAIN = "chain"
     TREE = "tree"
+    ADAPTIVE = "adaptive"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: `num_prompts` generations, `concurrency` of them at a time, of at most `max_tokens` tokens.
+    """One measurement: `num_prompts` generations, `concurrency` of them at a time, of at most `max_tokens` tokens. An adaptive
+    `budget` is the nodes that a round's tree had on average, rounded.
 
     `tokens_per_second` counts all streams together; `ttft_seconds` and `seconds_per_token` are medians over generations,
     the latter per token after the first.
@@ -94,19 +100,44 @@ class Plan:
                 (Mode.PLAIN, 0),
                 *((Mode.CHAIN, budget) for budget in self.budgets[:1]),
                 *((Mode.TREE, budget) for budget in self.budgets),
+                (Mode.ADAPTIVE, 0),
             )
         ]
 
 
 async def measure(address: str, plan: Plan, *, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """Measure every cell of the plan against the gateway at `address`, one after the other."""
+    """Measure every cell of the plan against the gateway at `address`, one after the other.
+
+    Where the gateway's own budget is a fixed one there is nothing adaptive to measure.
+    """
+    return await measure_cells(address, plan, plan.cells(), on_row=on_row)
+
+
+async def measure_cells(
+    address: str,
+    plan: Plan,
+    cells: Sequence[tuple[Mode, int, int]],
+    *,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Measure these modes, budgets and concurrencies with the plan's prompts."""
     rows = []
     async with AsyncClient(address) as client:
         await client.generate(PROMPTS[0], max_tokens=8)  # the first request pays for what is loaded lazily
-        for mode, budget, concurrency in plan.cells():
+        adapts = (await client.model()).adaptive_budget
+        for mode, budget, concurrency in cells:
+            if mode is Mode.ADAPTIVE and not adapts:
+                continue
             rows.append(await _row(client, plan, mode, budget, concurrency))
             on_row(rows[-1])
     return rows
+
+
+async def step_prices(verify_address: str) -> list[StepPrice]:
+    """What the target's steps take, as its service tells; empty if it measured none."""
+    async with grpc.aio.insecure_channel(verify_address, [("grpc.enable_http_proxy", 0)]) as channel:
+        answer = await verify_pb2_grpc.VerifyServiceStub(channel).GetTarget(verify_pb2.GetTargetRequest())
+    return [StepPrice(price.num_nodes, price.batch_size, price.seconds) for price in answer.limits.prices]
 
 
 async def _row(client: AsyncClient, plan: Plan, mode: Mode, budget: int, concurrency: int) -> Row:
@@ -120,7 +151,7 @@ async def _row(client: AsyncClient, plan: Plan, mode: Mode, budget: int, concurr
         system="treewire",
         mode=mode.value,
         concurrency=concurrency,
-        budget=budget,
+        budget=_mean_nodes(generations) if mode is Mode.ADAPTIVE else budget,
         tokens_per_second=num_tokens / seconds,
         mean_acceptance_length=(num_tokens - len(generations)) / num_rounds if num_rounds else 0.0,
         ttft_seconds=median(each.statistics.ttft_seconds for each in generations),
@@ -140,10 +171,16 @@ async def _generations(
     async def generation(prompt: str) -> Generation:
         async with places:
             width = 1 if mode is Mode.CHAIN else None
-            return await client.generate(prompt, budget=budget, width=width, max_tokens=plan.max_tokens)
+            asked = None if mode is Mode.ADAPTIVE else budget
+            return await client.generate(prompt, budget=asked, width=width, max_tokens=plan.max_tokens)
 
     for finished in asyncio.as_completed([generation(prompt) for prompt in prompts]):
         yield await finished
+
+
+def _mean_nodes(generations: Sequence[Generation]) -> int:
+    num_nodes = sum(each.statistics.draft_tokens for each in generations)
+    return round(num_nodes / max(1, sum(each.statistics.rounds for each in generations)))
 
 
 def _seconds_per_token(generation: Generation) -> float:
@@ -153,7 +190,7 @@ def _seconds_per_token(generation: Generation) -> float:
 
 
 def _stage_shares(generations: Sequence[Generation]) -> dict[str, float]:
-    stages = sorted({stage for each in generations for stage in each.statistics.stage_seconds})
+    stages = sorted({stage for each in generations for stage in each.statistics.stage_seconds if "." not in stage})
     seconds = {stage: fmean(each.statistics.stage_seconds.get(stage, 0.0) for each in generations) for stage in stages}
     total = sum(seconds.values()) or 1.0
     return {stage: value / total for stage, value in seconds.items()}

@@ -70,7 +70,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     if "DFlash2" in named or "selector_rank" in config.get("dflash_config", {}):
         raise ValueError(
             f"{named or 'this checkpoint'} is a DFlash2 drafter: its candidate selector scores a token given the token chosen "
-            "before it, and conditional marginals are not drafted by this engine"
+            "before it, and this engine drafts conditional marginals for recurrent drafters alone"
         )
     if named not in _PROJECTIONS:
         raise ValueError(f"architecture is {named!r}, known are {', '.join(_PROJECTIONS)}")

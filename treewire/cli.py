@@ -1,6 +1,6 @@
-"""This file is the command line: `up`, `demo`, `generate`, `trace`, `bench`, `calibrate`, `health`, `version`. Results go
-to standard output, the rest to standard error. Exit status 0 is success, 1 a failure told in one line, 2 wrong usage, 130 a
-Ctrl-C."""
+"""This file is the command line: `up`, `demo`, `generate`, `trace`, `bench`, `record-rounds`, `simulate`, `acceptance`,
+`calibrate`, `health`, `version`. Results go to standard output, the rest to standard error. Exit status 0 is success, 1 a
+failure told in one line, 2 wrong usage, 130 a Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -24,14 +24,21 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from treewire import __version__
+from treewire import __version__, bench_plots
 from treewire import acceptance as report
-from treewire.bench import Plan, Row, measure, to_json
+from treewire.bench import PROMPTS, Plan, Row, measure, step_prices, to_json
 from treewire.calibrate import recorded_choices, to_toml
 from treewire.client import AsyncClient, Client
+from treewire.core.budget import StepPrice
 from treewire.core.calibration import fit
 from treewire.errors import TreewireError, from_rpc_error
 from treewire.events import Chunk, Round
+from treewire.simulation import report as simulation_report
+from treewire.simulation.policies import PolicyName
+from treewire.simulation.recording import SHIPPED, Recording
+from treewire.simulation.simulator import MAX_STREAMS
+from treewire.simulation.site import MACHINE, read_prices
+from treewire.simulation.study import DEFAULT_POLICIES, DEFAULT_STREAMS, SiteChanges, Study
 from treewire.stack import DEFAULT_HTTP_PORT, DEFAULT_PORT, Service, Stack, StackError, StackEvent, StackOptions, State
 from treewire.trace import Failure, TimedEvent, TraceError, event_line, header_line, read_trace
 from treewire.trace_view import round_tree, statistics_facts, trace_table
@@ -176,6 +183,13 @@ def generate(
     log_probs: Annotated[
         int | None, typer.Option(help="With --json: log-probabilities, and this many of the likeliest.")
     ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that the answer must match.", exists=True, dir_okay=False)
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Regular expression that the answer must match.")] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="File with a grammar in GBNF that the answer must match.", exists=True, dir_okay=False)
+    ] = None,
     system: _System = None,
     raw: _Raw = False,
     deadline: _Deadline = None,
@@ -198,6 +212,7 @@ def generate(
     )
     options = Options(sampling=sampling, max_tokens=max_tokens, stop=stop or (), budget=budget, width=width)
     options["accept"], options["num_log_probs"], options["deadline_seconds"] = accept, log_probs, deadline
+    options["json_schema"], options["regex"], options["grammar"] = _text_of(json_schema), regex, _text_of(grammar)
     said = _said(prompt, system, options, raw=raw)
     with _failures_told(), Client(address, token=token) as client, client.stream(said, **options) as stream:
         for event in stream:
@@ -231,6 +246,14 @@ def calibrate(
     text = to_toml(weights, num_choices=len(choices))
     output.write_text(text, encoding="utf-8")
     _write(text)
+
+
+def _text_of(path: Path | None) -> str | None:
+    """What a file says; None of none."""
+    if path is None:
+        return None
+    with _opened(path, "r") as file:
+        return file.read()
 
 
 def _biases(pairs: list[str]) -> dict[int, float]:
@@ -378,6 +401,7 @@ def up(
     threads: _Threads = None,
     dtype: _Dtype = StackOptions.dtype,
     logs: _Logs = None,
+    co_located: Annotated[bool, typer.Option("--co-located", help="All three in one process, without a wire between.")] = False,
 ) -> None:
     """Run a draft service, a verify service and a gateway on this machine until Ctrl-C."""
     options = _stack_options(
@@ -389,6 +413,7 @@ def up(
         threads=threads,
         dtype=dtype,
         logs=logs,
+        co_located=co_located,
     )
     with _failures_told():
         _run(_up(options))
@@ -424,6 +449,10 @@ def acceptance(
     drafter: _Drafter = StackOptions.drafter,
     budgets: Annotated[str, typer.Option(help="Budgets to measure, with commas.")] = "4,8,16,32",
     temperatures: Annotated[str, typer.Option(help="Temperatures to measure, with commas.")] = "0",
+    beams: Annotated[
+        str | None,
+        typer.Option(help="Beams to measure, with commas, of a drafter with conditional rows; 1 is without. Else its default."),
+    ] = None,
     prompts: Annotated[Path | None, typer.Option(help="Prompts, one a line, or a .jsonl file; else a few built in.")] = None,
     limit: Annotated[int | None, typer.Option(help="Most prompts to take.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of each answer.")] = 128,
@@ -434,17 +463,19 @@ def acceptance(
     as_json: _Json = False,
 ) -> None:
     """Report the acceptance length of a drafter on a target, as trees and as chains, with the n-gram drafter beside it."""
-    if png is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter("--png needs matplotlib: pip install 'treewire[report]'")
+    _check_png(png)
     options = _stack_options(target=target, drafter=drafter, port=0, threads=threads, dtype=dtype)
     try:
-        report.compared(drafter)
+        each_beam = () if beams is None else _numbers(beams, int)
+        report.compared(drafter, each_beam)
+        if address is not None and each_beam:
+            raise ValueError("beams are settings of a draft service, --address measures the one that runs")
         chosen = (report.PROMPTS if prompts is None else report.read_prompts(prompts))[:limit]
         plan = report.Plan(_numbers(budgets, int), _numbers(temperatures, float), chosen, max_tokens)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     with _failures_told():
-        measured = _run(_acceptance(options, plan, address))
+        measured = _run(_acceptance(options, plan, each_beam, address))
     if png is not None:
         report.draw(measured, png)
     if as_json:
@@ -458,7 +489,9 @@ def _numbers(text: str, kind: Callable[[str], _Result]) -> tuple[_Result, ...]:
     return tuple(kind(part) for part in text.split(","))
 
 
-async def _acceptance(options: StackOptions, plan: report.Plan, address: str | None) -> list[report.Acceptance]:
+async def _acceptance(
+    options: StackOptions, plan: report.Plan, beams: tuple[int, ...], address: str | None
+) -> list[report.Acceptance]:
     console = _console()
 
     def tell(row: report.Acceptance) -> None:
@@ -470,7 +503,9 @@ async def _acceptance(options: StackOptions, plan: report.Plan, address: str | N
 
     if address is not None:
         return await report.measure(address, plan, drafter=options.drafter, on_measured=tell)
-    return await report.measure_stacks(options, plan, started=lambda each: _started(each, console), on_measured=tell)
+    return await report.measure_stacks(
+        options, plan, beams=beams, started=lambda each: _started(each, console), on_measured=tell
+    )
 
 
 @app.command()
@@ -482,16 +517,20 @@ def bench(
     threads: _Threads = None,
     dtype: _Dtype = StackOptions.dtype,
     output: Annotated[Path | None, typer.Option(help="File for the rows, as JSON.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the figures into this file.")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Measure plain decoding, chains and trees over concurrency, side by side in one run."""
+    """Measure plain decoding, chains, trees and the adaptive budget over concurrency, side by side in one run."""
+    _check_png(png)
     plan = Plan.quick() if quick else Plan()
     with _failures_told():
         if address is not None:
-            rows = _run(_measured(address, plan, _console()))
+            rows, prices = _run(_measured(address, plan, _console())), list[StepPrice]()
         else:
             options = _stack_options(target=target, drafter=drafter, port=0, threads=threads, dtype=dtype)
-            rows = _run(_benched(options, plan))
+            rows, prices = _run(_benched(options, plan))
+    if png is not None:
+        bench_plots.draw(rows, prices, png)
     if output is not None:
         output.write_text(json.dumps(to_json(rows), indent=1) + "\n")
     if as_json:
@@ -500,10 +539,11 @@ def bench(
         Console().print(_bench_table(rows))
 
 
-async def _benched(options: StackOptions, plan: Plan) -> list[Row]:
+async def _benched(options: StackOptions, plan: Plan) -> tuple[list[Row], list[StepPrice]]:
     console = _console()
     async with _started(options, console) as stack:
-        return await _measured(stack.address, plan, console)
+        rows = await _measured(stack.address, plan, console)
+        return rows, await step_prices(stack.addresses[Service.VERIFY])
 
 
 async def _measured(address: str, plan: Plan, console: Console) -> list[Row]:
@@ -535,6 +575,151 @@ def _bench_table(rows: Sequence[Row]) -> Table:
             f"{row.seconds_per_token * 1000:.1f}",
         )
     return table
+
+
+@app.command()
+def simulate(
+    site: Annotated[
+        str,
+        typer.Option(
+            help="What is simulated: 'machine' as it was recorded, or a GPU target from published figures, "
+            "MODEL@COUNTxGPU:WEIGHTS, such as qwen3-8b@h200 or kimi-k2@8xb200:fp8."
+        ),
+    ] = MACHINE,
+    recording: Annotated[Path, typer.Option(help="Recorded rounds, made by record-rounds.", show_default="the shipped one")] = (
+        SHIPPED
+    ),
+    policies: Annotated[
+        str, typer.Option(help="plain, chain:BUDGET, tree:BUDGET, adaptive:LARGEST_BUDGET, with commas.")
+    ] = ",".join(DEFAULT_POLICIES),
+    streams: Annotated[str, typer.Option(help=f"Streams at once, with commas; at most {MAX_STREAMS:,}.")] = (
+        ",".join(map(str, DEFAULT_STREAMS))
+    ),
+    generations: Annotated[int, typer.Option(help="Generations that each stream runs one after the other.")] = 2,
+    ramp: Annotated[float, typer.Option(help="Seconds within which the streams begin.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the times at which they begin.")] = 0,
+    prices: Annotated[
+        Path | None, typer.Option(help="Measured prices of the target, as verify services cache them; site machine.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Committed tokens of each session that a step reads; GPU sites.")] = 1024,
+    network_ms: Annotated[
+        float | None, typer.Option(help="One way from the gateway to each service. [default: as recorded; 0.1 for GPUs]")
+    ] = None,
+    link_gbit: Annotated[
+        float | None, typer.Option(help="Gbit/s of each gateway's links. [default: no limit; 100 for GPUs]")
+    ] = None,
+    gateway_ms: Annotated[
+        float | None, typer.Option(help="What the gateway does for a message. [default: as recorded; 0.2 for GPUs]")
+    ] = None,
+    draft_replicas: Annotated[int, typer.Option(help="Draft services.")] = 1,
+    verify_replicas: Annotated[int, typer.Option(help="Verify services.")] = 1,
+    gateways: Annotated[int, typer.Option(help="Gateways.")] = 1,
+    max_step_tokens: Annotated[
+        int | None, typer.Option(help="Positions of one step of a target. [default: 512; 8,192 for GPUs]")
+    ] = None,
+    max_sessions: Annotated[
+        int | None, typer.Option(help="Sessions of a verify service. [default: 256; 4,096 for GPUs]")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the figures into this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON row a line instead of a table.")] = False,
+) -> None:
+    """Replay recorded rounds in virtual time: latency, throughput, what is busy, and where the bottleneck is."""
+    _check_png(png)
+    try:
+        changes = SiteChanges(
+            prices=None if prices is None else read_prices(prices),
+            context_tokens=context,
+            network_seconds=None if network_ms is None else network_ms / 1000,
+            link_gbit=link_gbit,
+            gateway_seconds=None if gateway_ms is None else gateway_ms / 1000,
+            max_step_tokens=max_step_tokens,
+            max_sessions=max_sessions,
+            num_verify_replicas=verify_replicas,
+            num_draft_replicas=draft_replicas,
+            num_gateways=gateways,
+        )
+        recorded = Recording.load(recording)
+        study = Study(
+            changes.site(site, recorded),
+            [PolicyName.parse(name) for name in policies.split(",")],
+            _numbers(streams, int),
+            generations,
+            ramp,
+            seed,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    with _failures_told():
+        rows = _simulated(study, recorded)
+    if png is not None:
+        simulation_report.draw(rows, png)
+    if as_json:
+        _write("".join(f"{json.dumps(row.to_json())}\n" for row in rows))
+    else:
+        Console().print(simulation_report.table_of(rows))
+
+
+def _simulated(study: Study, recorded: Recording) -> list[simulation_report.Row]:
+    with Progress(SpinnerColumn(), *Progress.get_default_columns(), console=_console(), transient=True) as progress:
+        task = progress.add_task("simulating", total=len(study.streams) * len(study.policies))
+
+        def advance(row: simulation_report.Row) -> None:
+            description = f"{row.mode} {row.budget} at {row.concurrency:,}: {row.tokens_per_second:,.1f} tokens/s"
+            progress.update(task, advance=1, description=description)
+
+        return study.run(recorded, on_row=advance)
+
+
+def _check_png(png: Path | None) -> None:
+    if png is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("--png needs matplotlib: pip install 'treewire[report]'")
+
+
+@app.command()
+def record_rounds(
+    file: Annotated[Path, typer.Argument(help="Where the recording goes, .npz.", dir_okay=False)],
+    target: _Target = StackOptions.target,
+    drafter: _Drafter = StackOptions.drafter,
+    prompts: Annotated[Path | None, typer.Option(help="Prompts, one a line, or a .jsonl file; else a few built in.")] = None,
+    limit: Annotated[int, typer.Option(help="Most prompts to take.", min=1)] = 24,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of each answer.", min=3)] = 64,
+    threads: _Threads = None,
+    dtype: _Dtype = StackOptions.dtype,
+) -> None:
+    """Record a drafter's proposals and the target's choices at every position of real answers, and what rounds cost here."""
+    options = _stack_options(target=target, drafter=drafter, port=0, threads=threads, dtype=dtype)
+    if not options.has_drafter:
+        raise typer.BadParameter(f"--drafter is {drafter!r}, without one there is nothing to record")
+    try:
+        chosen = (PROMPTS if prompts is None else report.read_prompts(prompts))[:limit]
+    except (OSError, ValueError, KeyError) as error:
+        raise typer.BadParameter(f"{prompts}: {error}") from error
+    if not chosen:
+        raise typer.BadParameter(f"{prompts} has no prompt")
+    with _failures_told():
+        recorded = _run(_recorded(options, chosen, max_tokens))
+    recorded.save(file)
+    size = file.stat().st_size / 1024
+    _console().print(f"{len(recorded.log_probs):,} positions of {len(chosen)} answers are in {file}, {size:,.0f} KiB")
+
+
+async def _recorded(options: StackOptions, prompts: Sequence[str], max_tokens: int) -> Recording:
+    from treewire.simulation.recorder import record_stack
+
+    console = _console()
+
+    def started(each: StackOptions) -> AbstractAsyncContextManager[Stack]:
+        return _started(each, console)
+
+    with Progress(SpinnerColumn(), *Progress.get_default_columns(), console=console, transient=True) as progress:
+        task = progress.add_task("recording", total=len(prompts), visible=False)
+        return await record_stack(
+            options,
+            prompts,
+            max_tokens=max_tokens,
+            started=started,
+            on_recorded=lambda num_tokens: progress.update(task, advance=1, visible=True),
+        )
 
 
 def _stack_options(**options: Any) -> StackOptions:

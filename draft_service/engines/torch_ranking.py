@@ -23,7 +23,8 @@ class Ranked(NamedTuple):
 
 
 class SessionNoise:
-    """The shared noise of one session over the tokens that its drafter can guess; none for a greedy one.
+    """The shared noise of one session over the tokens that its drafter can guess; none for a greedy one, and none where the
+    target does not draw with it.
 
     `candidate_ids` int64 [candidates] are those tokens, in ascending order; None are all of the vocabulary.
     """
@@ -31,7 +32,13 @@ class SessionNoise:
     def __init__(self, sampling: Sampling, vocabulary_size: int, candidate_ids: Tensor | None) -> None:
         self.temperature = sampling.temperature
         make = partial(_noise_row, sampling.seed, vocabulary_size, candidate_ids)
-        self._row = None if sampling.is_greedy else lru_cache(_NUM_NOISE_ROWS)(make)
+        aims = not sampling.is_greedy and sampling.shares_noise
+        self._row = lru_cache(_NUM_NOISE_ROWS)(make) if aims else None
+
+    @property
+    def is_silent(self) -> bool:
+        """True if there is no noise at any position."""
+        return self._row is None
 
     def at(self, position: int) -> Tensor | None:
         """Noise float32 [candidates] of the token at a position."""

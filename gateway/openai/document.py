@@ -20,6 +20,12 @@ _REF = "#/components/schemas/{model}"
 _JSON = "application/json"
 _TEXT = "text/plain"
 _EVENTS = "text/event-stream"
+_EVENT = {
+    "description": "One event of the stream: its data is a chunk, an error, or [DONE].",
+    "type": "object",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
 _DEADLINE = (
     f"The header {DEADLINE_KEY} says how many seconds the request may take: one that could not begin in time is refused when "
     "it comes, one that does not end in time is ended."
@@ -139,5 +145,5 @@ def _content(operation: Operation, schema_of: Mapping[type[BaseModel], Mapping[s
         return {_JSON: {"schema": {"type": "object"}}}
     content: dict[str, Any] = {_JSON: {"schema": schema_of[operation.answer]}}
     if operation.chunk is not None:
-        content[_EVENTS] = {"schema": {"type": "string"}}
+        content[_EVENTS] = {"schema": _EVENT}
     return content

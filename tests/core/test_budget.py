@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treewire.core.budget import Calibration, Overhead, PriceTable, StepPrice, choose_budget, spine_length
+from treewire.core.budget import Calibration, PriceTable, StepPrice, choose_budget, expected_tokens, spine_length
 from treewire.core.build import build_tree, perturb
 from treewire.core.tree import Marginals
 
@@ -19,8 +19,12 @@ probabilities = st.lists(st.floats(0.0, 1.0), max_size=40).map(lambda values: np
 tables = st.dictionaries(st.tuples(st.integers(1, 64), st.integers(1, 16)), seconds, min_size=1, max_size=12).map(
     lambda prices: PriceTable(StepPrice(*step, taken) for step, taken in prices.items())
 )
-overheads = st.builds(Overhead, st.floats(0.0, 1.0), st.floats(0.0, 1.0))
-FREE = Overhead(0.0, 0.0)
+
+
+def best_budget(path_probabilities: np.ndarray, prices: PriceTable, rate: float, batch_size: int = 1) -> int:
+    """The budget for a round that is only its step."""
+    num_nodes = len(path_probabilities)
+    return choose_budget(expected_tokens(path_probabilities, num_nodes), prices.curve(num_nodes + 1, batch_size), rate)
 
 
 def marginals(seed: int, num_depths: int = 6, width: int = 8) -> Marginals:
@@ -32,55 +36,40 @@ def marginals(seed: int, num_depths: int = 6, width: int = 8) -> Marginals:
     return Marginals(token_ids.astype(np.int32), log_probs.astype(np.float32))
 
 
-@given(probabilities, tables, overheads, st.integers(1, 32))
+@given(probabilities, tables, st.floats(0.0, 1e4), st.integers(1, 32))
 def test_it_is_the_best_of_all_budgets(
-    path_probabilities: np.ndarray, prices: PriceTable, overhead: Overhead, batch_size: int
+    path_probabilities: np.ndarray, prices: PriceTable, rate: float, batch_size: int
 ) -> None:
-    """No budget, plain decoding without a draft included, promises more tokens a second; none that is smaller as many."""
+    """No budget, plain decoding included, is worth more at the rate; none that is smaller as much."""
 
-    def rate(budget: int) -> float:
-        taken = overhead.round_seconds + overhead.draft_seconds * (budget > 0) + prices.seconds(budget + 1, batch_size)
-        return float(1.0 + path_probabilities[:budget].sum()) / taken
+    def worth(budget: int) -> float:
+        return float(1.0 + path_probabilities[:budget].sum()) - rate * prices.seconds(budget + 1, batch_size)
 
-    chosen = choose_budget(path_probabilities, prices, overhead, batch_size=batch_size)
-    best = max(range(len(path_probabilities) + 1), key=rate)
-    assert rate(chosen) == pytest.approx(rate(best), rel=1e-9)
-    assert rate(chosen) >= rate(0) * (1 - 1e-9)
+    chosen = best_budget(path_probabilities, prices, rate, batch_size)
+    best = max(range(len(path_probabilities) + 1), key=worth)
+    assert worth(chosen) == pytest.approx(worth(best), rel=1e-9, abs=1e-9)
 
 
-@given(probabilities, tables, overheads, st.floats(0.01, 100.0))
-def test_the_unit_of_time_does_not_matter(
-    path_probabilities: np.ndarray, prices: PriceTable, overhead: Overhead, factor: float
-) -> None:
-    """Everything slower by a factor leaves what is promised per second in proportion."""
-    slower = PriceTable(StepPrice(price.num_nodes, price.batch_size, price.seconds * factor) for price in prices.prices)
-    slower_overhead = Overhead(overhead.round_seconds * factor, overhead.draft_seconds * factor)
-    one, other = (choose_budget(path_probabilities, *pair) for pair in ((prices, overhead), (slower, slower_overhead)))
-    tokens = np.concatenate(([1.0], 1.0 + np.cumsum(path_probabilities)))
-    taken = overhead.round_seconds + prices.curve(len(tokens), 1) + overhead.draft_seconds * (np.arange(len(tokens)) > 0)
-    assert tokens[one] / taken[one] == pytest.approx(tokens[other] / taken[other], rel=1e-9)
+@given(probabilities, st.integers(0, 60))
+def test_expected_tokens_are_the_bonus_and_the_nodes(path_probabilities: np.ndarray, max_budget: int) -> None:
+    """One token for no nodes, their sum beyond; behind the last node nothing is gained."""
+    tokens = expected_tokens(path_probabilities, max_budget)
+    assert tokens.tolist() == pytest.approx([1.0 + path_probabilities[:budget].sum() for budget in range(max_budget + 1)])
 
 
 def test_a_plateau_behind_a_steep_rise_is_found() -> None:
     """A price that is steep first and flat later, as of a mixture of experts, does not stop the search on its slope."""
     prices = PriceTable([StepPrice(1, 1, 1.0), StepPrice(8, 1, 3.0), StepPrice(64, 1, 3.1)])
     path_probabilities = np.full(63, 0.2)
-    assert choose_budget(path_probabilities[:7], prices, FREE) == 0
-    assert choose_budget(path_probabilities, prices, FREE) == 63
-
-
-def test_a_dear_draft_is_left_out() -> None:
-    """A draft that costs more than it gains leaves plain decoding; the same draft for nothing is taken."""
-    prices = PriceTable([StepPrice(1, 1, 0.03), StepPrice(8, 1, 0.04)])
-    assert choose_budget(np.array([0.5, 0.25]), prices, Overhead(0.0, 0.1)) == 0
-    assert choose_budget(np.array([0.5, 0.25]), prices, FREE) == 2
+    assert best_budget(path_probabilities[:7], prices, 1.0) == 0
+    assert best_budget(path_probabilities, prices, 1.0) == 63
 
 
 def test_a_larger_batch_makes_nodes_dearer() -> None:
     """Where a full batch pays for each node, fewer are worth it."""
     prices = PriceTable([StepPrice(1, 1, 1.0), StepPrice(33, 1, 1.5), StepPrice(1, 16, 2.0), StepPrice(33, 16, 20.0)])
     path_probabilities = np.power(0.7, np.arange(1, 33), dtype=np.float64)
-    budgets = [choose_budget(path_probabilities, prices, FREE, batch_size=size) for size in (1, 8, 16)]
+    budgets = [best_budget(path_probabilities, prices, 0.5, size) for size in (1, 8, 16)]
     assert budgets == sorted(budgets, reverse=True)
     assert budgets[0] > budgets[2]
 
@@ -157,8 +146,9 @@ def test_a_round_updates_every_depth_of_its_tree() -> None:
     built = build_tree(0, marginals(3), 30)
     accepted = built.tree.path(built.tree.children[built.tree.children[0][0]][0])
     calibration = Calibration().update_from(built, accepted)
-    assert set(calibration.records) == set(built.tree.depths[1:])
-    assert all(record.accepted == (depth <= 2) for depth, record in calibration.records.items())
+    assert {kind.depth for kind in calibration.records} == set(built.tree.depths[1:])
+    on_path = {(depth, record.accepted > 0) for (depth, on_spine), record in calibration.records.items() if on_spine}
+    assert on_path == {(depth, depth <= 2) for depth in set(built.tree.depths[1:])}
 
 
 @pytest.mark.parametrize(("depth", "predicted"), [(0, 0.5), (1, -0.1), (1, 1.1), (1, math.nan)])

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tests.core.notation import text, token
 from treewire.core.build import BuiltTree, build_tree, perturb
+from treewire.core.hybrid import build_hybrid_tree
 from treewire.core.noise import noise_row
 from treewire.core.tree import Marginals
 
@@ -209,3 +210,130 @@ def test_perturb_refusals(weights: tuple[float, float]) -> None:
     """Weights that would turn the ranking around or make NaN are refused."""
     with pytest.raises(ValueError, match="weight is"):
         perturb(marginals_of([[-1.0]]), 0, 0, log_prob_weight=weights[0], noise_weight=weights[1])
+
+
+ALPHABET = range(4)
+Row = list[tuple[int, float]]
+
+
+@st.composite
+def conditional_marginals(draw: st.DrawFn) -> Marginals:
+    """Rows of few tokens for up to three depths and for up to six paths, reachable or not: ties, and sums without rounding."""
+    width = draw(st.integers(1, 3))
+    eighths = st.one_of(st.integers(-6, 0).map(lambda eighth: eighth / 8), st.just(-math.inf))
+    tokens = st.lists(st.sampled_from(ALPHABET), min_size=width, max_size=width, unique=True)
+    row = st.tuples(tokens, st.lists(eighths, min_size=width, max_size=width)).map(lambda pair: list(zip(*pair, strict=True)))
+    paths = st.lists(st.lists(st.sampled_from(ALPHABET), min_size=1, max_size=3).map(tuple), max_size=6, unique=True)
+    prefixes = tuple(draw(paths))
+    num_rows = draw(st.integers(1, 3)) + len(prefixes)
+    by_row = Marginals.from_rows(draw(st.lists(row, min_size=num_rows, max_size=num_rows)))
+    return Marginals(by_row.token_ids, by_row.log_probs, prefixes)
+
+
+def children_of(marginals: Marginals, scores: NDArray[np.float64], path: Path) -> Row:
+    """What may follow a path of tokens, best first, equals by the lower token id."""
+    if path in marginals.prefixes:
+        row = marginals.num_depths + marginals.prefixes.index(path)
+    elif len(path) < marginals.num_depths:
+        row = len(path)
+    else:
+        return []
+    pairs = zip(marginals.token_ids[row].tolist(), scores[row].tolist(), strict=True)
+    return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
+
+
+def every_prefix(
+    marginals: Marginals, scores: NDArray[np.float64], max_depth: int, path: Path = (), ranks: Path = (), score: float = 0.0
+) -> list[tuple[float, Path, Path]]:
+    """Every possible prefix as score, ranks and tokens, by walking down all children of all of them."""
+    found = []
+    if len(path) < max_depth:
+        for rank, (token_id, step) in enumerate(children_of(marginals, scores, path)):
+            if step > -math.inf:
+                below = (*path, token_id), (*ranks, rank), score + step
+                found += [(below[2], below[1], below[0]), *every_prefix(marginals, scores, max_depth, *below)]
+    return found
+
+
+@given(conditional_marginals(), st.integers(0, 60), st.integers(0, 4))
+def test_best_prefixes_of_conditional_marginals(marginals: Marginals, budget: int, max_depth: int) -> None:
+    """Where a path has a row of its own its children come from there, else from its depth's: the best prefixes, in order."""
+    built = build_tree(ROOT, marginals, budget, max_depth=max_depth)
+    every = every_prefix(marginals, marginals.log_probs.astype(np.float64), max_depth)
+    expected = sorted(every, key=lambda prefix: (-prefix[0], prefix[1]))[:budget]
+    assert prefixes_of(built) == [(score, ranks) for score, ranks, _ in expected]
+    assert [path[1:] for path in token_paths(built)[1:]] == [path for _, _, path in expected]
+
+
+@given(conditional_marginals(), st.integers(0, 60), st.integers(0, 60))
+def test_conditional_trees_are_nested_and_certified(marginals: Marginals, budget: int, smaller: int) -> None:
+    """Cutting is building with less; a certified tree stays the best when every row, conditional ones too, gets wider."""
+    small, large = sorted((budget, smaller))
+    built = build_tree(ROOT, marginals, large)
+    assert built.cut(small) == build_tree(ROOT, marginals, small)
+    order = np.lexsort((marginals.token_ids, -marginals.log_probs))
+    narrow = Marginals(
+        *(np.take_along_axis(values, order, 1)[:, :2] for values in (marginals.token_ids, marginals.log_probs)),
+        marginals.prefixes,
+    )
+    cheap = build_tree(ROOT, narrow, large)
+    if cheap.exact:
+        whole = build_tree(ROOT, marginals, cheap.tree.num_draft_tokens)
+        assert (cheap.tree, cheap.scores) == (whole.tree, whole.scores)
+
+
+@given(conditional_marginals(), st.integers(0, 2**32 - 1), st.integers(0, 40))
+def test_branch_scores_of_conditional_marginals(marginals: Marginals, seed: int, budget: int) -> None:
+    """Perturbed scores rank each path's own children: normalised in its row, with the noise of its children's position."""
+    branch_scores = perturb(marginals, seed, 100, log_prob_weight=0.5, noise_weight=2.0)
+    for row, depth in enumerate([*range(1, marginals.num_depths + 1), *(len(path) + 1 for path in marginals.prefixes)]):
+        noise = noise_row(seed, 100 + depth, 8)[marginals.token_ids[row]]
+        np.testing.assert_array_equal(branch_scores[row], 0.5 * marginals.log_probs[row].astype(np.float64) + 2.0 * noise)
+    possible = np.where(marginals.log_probs > -math.inf, branch_scores, -math.inf)
+    masses = np.exp(possible).sum(1, keepdims=True)
+    totals = np.log(masses, where=masses > 0, out=np.zeros_like(masses))
+    built = build_tree(ROOT, marginals, budget, branch_scores=branch_scores)
+    best = sorted((score for score, _, _ in every_prefix(marginals, possible - totals, 4)), reverse=True)
+    grown_by = {path: score for score, _, path in every_prefix(marginals, possible - totals, 4)}
+    assert [grown_by[path[1:]] for path in token_paths(built)[1:]] == pytest.approx(best[:budget], abs=1e-9)
+
+
+def test_conditional_drawn() -> None:
+    """A tree by hand: below b comes e, below c comes d; depth 2 has no row of its own, so nothing follows d at depth 1."""
+    rows = [[(token("b"), -0.5), (token("c"), -1.0), (token("d"), -1.5)]]
+    rows += [
+        [(token("e"), -0.25), (token("f"), -9.0), (token("g"), -9.0)],
+        [(token("d"), -0.25), (token("f"), -9.0), (0, -9.0)],
+    ]
+    flat = Marginals.from_rows(rows)
+    marginals = Marginals(flat.token_ids, flat.log_probs, ((token("b"),), (token("c"),)))
+    assert (marginals.num_depths, marginals.row_depths.tolist()) == (1, [1, 2, 2])
+    assert text(build_tree(token("a"), marginals, 5).tree) == "a(b(e) c(d) d)"
+    assert text(build_tree(token("a"), marginals, 5, max_depth=1).tree) == "a(b c d)"
+    deep = Marginals(flat.token_ids, flat.log_probs, ((token("c"),),))
+    assert text(build_tree(token("a"), deep, 6).tree) == "a(b(e) c(d) d(e))"
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "complaint"),
+    [
+        (((1,), (2,)), "leave none for the root's children"),
+        (((),), "a prefix has at least one token"),
+        (((1, -1),), "start at 0"),
+    ],
+)
+def test_prefixes_that_make_no_sense_are_refused(prefixes: tuple[Path, ...], complaint: str) -> None:
+    """Each with its own words."""
+    two = marginals_of([[-1.0], [-1.0]])
+    with pytest.raises(ValueError, match=complaint):
+        Marginals(two.token_ids, two.log_probs, prefixes)
+    three = marginals_of([[-1.0]] * 3)
+    with pytest.raises(ValueError, match="two rows for one prefix"):
+        Marginals(three.token_ids, three.log_probs, ((1,), (1,)))
+
+
+def test_hybrid_trees_are_not_built_from_conditional_marginals() -> None:
+    """What follows a drawn token would decide the shape by the draw."""
+    flat = marginals_of([[-1.0], [-1.0]])
+    with pytest.raises(ValueError, match="hybrid trees are built from marginals by depth alone"):
+        build_hybrid_tree(ROOT, Marginals(flat.token_ids, flat.log_probs, ((0,),)), 4, width=2, seed=0, root_position=3)

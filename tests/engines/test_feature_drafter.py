@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from draft_service.engines.checkpoints import load_feature_drafter
 from draft_service.engines.feature_drafter import FeatureDrafter
 from draft_service.engines.ngram import NgramDrafter
 from draft_service.engines.ranking import rank_vocabulary
+from draft_service.engines.recurrent.model import DraftCache, Ingestion, draft
 from draft_service.engines.torch_ranking import SessionNoise, highest, rank
 from tests.engines.tiny_drafters import HIDDEN_SIZE, save_dflash, save_recurrent
 from tests.engines.tiny_models import VOCABULARY_SIZE, save_tiny_model
+from treewire.core.build import perturb
 from treewire.core.noise import noise_row
 from treewire.core.sampling import Sampling
 from treewire.core.tree import Commit, Marginals
@@ -139,6 +142,14 @@ def test_ranking_is_that_of_the_other_engines(sampling: Sampling) -> None:
         np.testing.assert_allclose(ranked.log_probs[row].numpy(), expected.log_probs, atol=1e-5)
 
 
+def test_drafters_do_not_aim_at_noise_that_the_target_does_not_draw_with() -> None:
+    """As under hybrid acceptance: tokens rank by log-prob alone, or a tree's shape would depend on the target's draws."""
+    logits = np.random.default_rng(2).standard_normal((1, VOCABULARY_SIZE)).astype(np.float32)
+    sampling = Sampling(temperature=1.5, seed=11, shares_noise=False)
+    ranked = rank(torch.from_numpy(logits), [SessionNoise(sampling, VOCABULARY_SIZE, None)], [4], 20)
+    assert ranked.token_ids[0].tolist() == np.argsort(-logits[0], kind="stable")[:20].tolist()
+
+
 def test_noise_of_candidates_is_theirs_in_the_whole_row() -> None:
     """A drafter that guesses some tokens alone ranks them with the noise that the target adds to them."""
     candidates = torch.tensor([3, 5, 50, 96])
@@ -244,3 +255,132 @@ def test_embedding_and_head_are_the_targets(tied: bool, tmp_path: Path) -> None:
 def _guess(engine: FeatureDrafter[Any]) -> Sequence[Marginals]:
     start(engine, 1, 20)
     return engine.propose([propose(engine, 1, 21, 0)])
+
+
+BEAM = 3
+SAMPLINGS = [Sampling(), Sampling(temperature=0.9, seed=5)]
+
+
+@pytest.fixture
+def beamed(tmp_path: Path) -> FeatureDrafter[Any]:
+    """A recurrent drafter that describes BEAM prefixes at each depth."""
+    return load_feature_drafter(save_recurrent(tmp_path / "drafter"), save_tiny_model(tmp_path / "target", "llama"), beam=BEAM)
+
+
+def beam_proposal(engine: FeatureDrafter[Any], session: int, length: int, known: int, **options: Any) -> Proposal:
+    """A proposal whose answer may have conditional rows."""
+    return replace(propose(engine, session, length, known, **options), takes_conditional=True)
+
+
+def rows_of(marginals: Marginals) -> dict[tuple[int, ...], tuple[NDArray[np.int32], NDArray[np.float32]]]:
+    """What each prefix with a conditional row is followed by."""
+    return {
+        prefix: (marginals.token_ids[row], marginals.log_probs[row])
+        for row, prefix in enumerate(marginals.prefixes, start=marginals.num_depths)
+    }
+
+
+def test_conditional_rows_are_those_of_a_beam_search(beamed: FeatureDrafter[Any]) -> None:
+    """Prefixes and their rows equal those of the beam search that training evaluates with."""
+    start(beamed, 1, 20)
+    (marginals,) = beamed.propose([beam_proposal(beamed, 1, 21, 0)])
+    model, features = beamed._network._model, torch.from_numpy(FEATURES[:20])
+    preceding = torch.cat([torch.zeros(1, HIDDEN_SIZE), features])
+    (drafted,) = draft(
+        model, [Ingestion(DraftCache(model.config), torch.tensor(TEXT[:21]), preceding)], horizon=4, width=8, beam=BEAM
+    )
+    paths: list[tuple[int, ...]] = [()]
+    for token_id, parent in zip(drafted.token_ids[1:], drafted.parents[1:], strict=True):
+        paths.append((*paths[parent], token_id))
+    for depth in range(4):
+        nodes = [node for node, path in enumerate(paths) if len(path) == depth]
+        assert len(nodes) == (BEAM if depth else 1)
+        np.testing.assert_allclose(marginals.log_probs[depth], drafted.child_log_probs[nodes[0]], atol=1e-4)
+        for node in nodes[1:]:
+            token_ids, log_probs = rows_of(marginals)[paths[node]]
+            np.testing.assert_allclose(log_probs, drafted.child_log_probs[node], atol=1e-4)
+            np.testing.assert_array_equal(token_ids, drafted.child_ids[node])
+    assert len(marginals.prefixes) == (BEAM - 1) * 3 == beamed.drafter.max_prefixes
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_prefixes_are_those_that_trees_are_made_of(sampling: Sampling, beamed: FeatureDrafter[Any]) -> None:
+    """At each depth the described prefixes have the highest branch scores among the children of those described before."""
+    start(beamed, 1, 20, sampling)
+    (marginals,) = beamed.propose([beam_proposal(beamed, 1, 21, 0)])
+    scores = marginals.log_probs.astype(np.float64)
+    if not sampling.is_greedy:
+        scores = perturb(marginals, sampling.seed, 20)
+        scores = scores - np.log(np.exp(scores).sum(1, keepdims=True))
+    conditional = {prefix: row for row, prefix in enumerate(marginals.prefixes, start=marginals.num_depths)}
+    described = {(): 0.0}
+    for depth in range(1, marginals.num_depths):
+        offered = sorted(
+            (
+                (score + scores[row, rank], (*path, int(marginals.token_ids[row, rank])))
+                for path, score in described.items()
+                for row in [conditional.get(path, depth - 1)]
+                for rank in range(marginals.width)
+            ),
+            reverse=True,
+        )
+        described = {path: score for score, path in offered[:BEAM]}
+        best, *others = described
+        assert best not in conditional
+        assert {path for path in conditional if len(path) == depth} == set(others)
+
+
+def test_beams_change_nothing_in_a_batch_or_for_others(beamed: FeatureDrafter[Any]) -> None:
+    """Sessions with and without conditional rows together: each gets what it gets alone, and again in the next round."""
+    samplings = [*SAMPLINGS, Sampling(temperature=1.2, seed=6)]
+    takes = [True, True, False]
+    alone = []
+    for session, (sampling, conditional) in enumerate(zip(samplings, takes, strict=True)):
+        start(beamed, session, 20 + session, sampling)
+        for length, known in ((21 + session, 0), (24 + session, 20 + session)):
+            proposal = replace(propose(beamed, session, length, known), takes_conditional=conditional)
+            alone.append(beamed.propose([proposal])[0])
+    for session, sampling in enumerate(samplings):
+        start(beamed, 10 + session, 20 + session, sampling)
+    together = []
+    for step, known in ((1, 0), (4, 20)):
+        together.append(
+            beamed.propose(
+                [
+                    replace(
+                        propose(beamed, 10 + session, 20 + session + step, known and known + session),
+                        takes_conditional=takes[session],
+                    )
+                    for session in range(3)
+                ]
+            )
+        )
+    for session in range(3):
+        for turn in range(2):
+            first, second = alone[2 * session + turn], together[turn][session]
+            check_same(first, second)
+            assert first.prefixes == second.prefixes
+            assert bool(first.prefixes) == takes[session]
+
+
+def test_chains_and_single_depths_have_no_conditional_rows(beamed: FeatureDrafter[Any]) -> None:
+    """One token a row leaves one prefix a depth; one depth is that of the root's children alone."""
+    start(beamed, 1, 20)
+    (chain,) = beamed.propose([beam_proposal(beamed, 1, 21, 0, width=1)])
+    assert (chain.num_depths, chain.prefixes) == (4, ())
+    (single,) = beamed.propose([beam_proposal(beamed, 1, 22, 20, horizon=1)])
+    assert (single.num_depths, single.prefixes) == (1, ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "beam", "complaint"),
+    [
+        ("dflash", 4, "beam is 4, a block drafter guesses every depth at once"),
+        ("recurrent", 0, "beam is 0, it must be at least 1"),
+    ],
+)
+def test_beams_that_a_drafter_does_not_have_are_refused(kind: str, beam: int, complaint: str, tmp_path: Path) -> None:
+    """At loading, with the reason."""
+    target = save_tiny_model(tmp_path / "target", "llama")
+    with pytest.raises(ValueError, match=complaint):
+        load_feature_drafter(SAVED[kind](tmp_path / "drafter"), target, beam=beam)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from treewire.acceptance import CHAIN, TREE, Plan, Setting, accepted_ranks, measure, read_prompts
+from treewire.acceptance import CHAIN, TREE, Candidate, Plan, Setting, accepted_ranks, compared, measure, read_prompts
 
 from ..system.local_stack import local_stack
 from .test_cli import run
@@ -63,6 +63,8 @@ def test_prompts_come_from_lines_or_from_json(tmp_path: Path) -> None:
         (["--temperatures", "-1"], "at least 0"),
         (["--max-tokens", "1"], "at least 2"),
         (["--drafter", "none"], "no acceptance to measure"),
+        (["--beams", "1,0"], "each must be at least 1"),
+        (["--beams", "1,4", "--address", "localhost:1"], "beams are settings of a draft service"),
     ],
 )
 def test_wrong_numbers_are_refused(arguments: list[str], complaint: str) -> None:
@@ -89,3 +91,14 @@ def test_report_of_own_stacks(tmp_path: Path) -> None:
     assert set(rows[0]) == {"drafter", "shape", "budget", "temperature", "mean_acceptance_length", "prompts", "tokens"}
     assert all(row["prompts"] == 2 and row["mean_acceptance_length"] >= 1 for row in rows)
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_beams_are_measured_beside_each_other() -> None:
+    """Each beam's trees under a name of their own; chains, which no beam changes, once."""
+    assert compared("dflash", (1, 4)) == [
+        Candidate("ngram", None, (TREE,)),
+        Candidate("dflash", 1, (TREE, CHAIN)),
+        Candidate("dflash", 4, (TREE,)),
+    ]
+    assert [candidate.name for candidate in compared("dflash", (1, 4))] == ["ngram", "dflash beam 1", "dflash beam 4"]
+    assert [candidate.name for candidate in compared("dflash")] == ["ngram", "dflash"]

@@ -24,6 +24,7 @@ from treewire.runtime.server import Server
 from verify_service.assembly import VerifyProcess
 from verify_service.engine import TargetEngine
 from verify_service.engines.simulated import SimulatedTarget
+from verify_service.price import Measure, no_prices
 from verify_service.settings import VerifySettings
 
 LOOPBACK = "127.0.0.1:0"
@@ -100,12 +101,19 @@ async def draft_server(
 
 @asynccontextmanager
 async def verify_server(
-    engine: TargetEngine, bind: str = LOOPBACK, **settings: Any
+    engine: TargetEngine,
+    bind: str = LOOPBACK,
+    measure: Measure = no_prices,
+    tokenization: Tokenization | None = None,
+    **settings: Any,
 ) -> AsyncIterator[tuple[Running, VerifyProcess]]:
-    """A verify service over `engine`."""
+    """A verify service over `engine`, whose steps are priced by `measure`; its tokenizer is that of `tokenization`, else the
+    simulated one."""
+    tokenizer = (tokenization or Tokenization.simulated()).tokenizer
     async with AsyncExitStack() as lifetime:
         options = VerifySettings(bind=bind, **settings)
-        process = verify_service.assembly.assemble(options, lambda: engine)
+        process = verify_service.assembly.assemble(options, lambda: engine, measure, tokenizer=lambda: tokenizer)
+        lifetime.callback(process.grammars.close)
         server = await _entered(lifetime, options, process, verify_service.assembly.SERVICE, thread=True)
         yield Running(server, lifetime), process
 
@@ -142,7 +150,9 @@ async def local_stack(
     if with_drafter:
         drafter = drafter or SimulatedDrafter(MODEL)
     async with AsyncExitStack() as lifetime:
-        verify_running, verify_process = await lifetime.enter_async_context(verify_server(target, **(verify or {})))
+        verify_running, verify_process = await lifetime.enter_async_context(
+            verify_server(target, tokenization=tokenization, **(verify or {}))
+        )
         draft_running, draft_process = None, None
         if drafter is not None:
             draft_running, draft_process = await lifetime.enter_async_context(draft_server(drafter, **(draft or {})))

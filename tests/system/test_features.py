@@ -7,22 +7,27 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+import gateway.assembly
 from draft_service.engine import Proposal, SessionId
 from draft_service.engines.checkpoints import load_feature_drafter
 from tests.engines.tiny_drafters import save_dflash, save_recurrent
 from tests.engines.tiny_models import save_tiny_model
 from tests.system.local_stack import draft_server, local_stack
 from treewire import Sampling
+from treewire.core.build import build_tree
 from treewire.core.tree import Marginals
 from treewire.events import Round
-from treewire.types import Generation, Options
+from treewire.runtime.tracing import OpenTelemetryTracing
+from treewire.types import Acceptance, Generation, Options
 from verify_service.engine import Posterior, PrefillChunk, Scoring
 from verify_service.engines.transformers import TransformersTarget
 
@@ -58,6 +63,49 @@ async def test_same_tokens_with_every_budget(kind: str, tmp_path: Path) -> None:
             assert all(is_drafted(each) == (budget > 0) for each in generations)
 
 
+async def test_same_tokens_with_conditional_rows(tmp_path: Path) -> None:
+    """Trees whose nodes have children of their own: greedy and seeded, chains and trees of every budget, the same tokens; and
+    most trees are not those of marginals by depth."""
+    path, drafter_path = save_target(tmp_path), save_recurrent(tmp_path / "drafter")
+    async with local_stack(TransformersTarget.load(path), with_drafter=False) as stack, stack.client() as client:
+        plain = [await client.generate(**options(sampling=sampling, max_tokens=40)) for sampling in SAMPLINGS]
+    drafter = _Watched(load_feature_drafter(drafter_path, path, beam=3))
+    async with local_stack(_target(path, drafter_path), drafter) as stack, stack.client() as client:  # type: ignore[arg-type]
+        for more in ({"budget": 0}, {"budget": 4, "width": 1}, {"budget": 1}, {"budget": 8}, {"budget": 16}, {"budget": 64}):
+            tasks = [client.generate(**options(sampling=each, max_tokens=40, **more)) for each in SAMPLINGS]
+            generations = await asyncio.gather(*tasks)
+            assert [each.token_ids for each in generations] == [each.token_ids for each in plain]
+            assert all(is_drafted(each) == (more["budget"] > 0) for each in generations)
+        async with client.stream(**options(max_tokens=40, budget=16, include_rounds=True)) as stream:
+            rounds = [event async for event in stream if isinstance(event, Round)]
+    by_depth = 0
+    for event in rounds:
+        marginals = drafter.marginals[event.length - len(event.committed_token_ids)]
+        flat = Marginals(marginals.token_ids[: marginals.num_depths], marginals.log_probs[: marginals.num_depths])
+        by_depth += build_tree(event.token_ids[0], flat, 16).tree.token_ids == event.token_ids
+        assert len(marginals.prefixes) == 2 * (marginals.num_depths - 1)
+    assert by_depth < len(rounds) / 2
+
+
+async def test_hybrid_generations_ask_for_no_conditional_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Their trees are of marginals by depth, since a drawn token must not decide a shape; a drafter that sends conditional
+    rows all the same is lost, and the generation completes."""
+    path, drafter_path = save_target(tmp_path), save_recurrent(tmp_path / "drafter")
+    sampling, more = Sampling(temperature=1.0, seed=7), {"accept": Acceptance.HYBRID, "max_tokens": 20, "budget": 8}
+    drafter = _Watched(load_feature_drafter(drafter_path, path, beam=3))
+    async with local_stack(_target(path, drafter_path), drafter) as stack, stack.client() as client:  # type: ignore[arg-type]
+        hybrid = await client.generate(**options(sampling=sampling, **more))
+    assert is_drafted(hybrid)
+    assert not any(marginals.prefixes for marginals in drafter.marginals.values())
+    assert "drafter lost" not in caplog.text
+    eager = _Eager(load_feature_drafter(drafter_path, path, beam=3))
+    async with local_stack(_target(path, drafter_path), eager) as stack, stack.client() as client:  # type: ignore[arg-type]
+        undrafted = await client.generate(**options(sampling=sampling, **more))
+    assert undrafted.statistics.lone_roots == undrafted.statistics.rounds
+    assert undrafted.output_tokens == 20
+    assert "prefixes, at most 0 were to come" in caplog.text
+
+
 def is_drafted(generation: Generation) -> bool:
     """True if every round had a tree, but perhaps the last, which may have room for one token alone."""
     return generation.statistics.lone_roots <= 1
@@ -75,11 +123,13 @@ async def test_every_position_is_computed_once(kind: str, tmp_path: Path) -> Non
     assert drafter.positions_computed == len(PROMPT) + sum(commits[:-1])
 
 
-async def test_features_cross_while_the_prefill_runs(tmp_path: Path) -> None:
-    """The drafter takes in a prompt's first chunks before the target has computed its last one.
+async def test_features_cross_while_the_prefill_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter takes in a prompt's first chunks before the target has computed its last one, and the trace shows it.
 
     The target waits with its last chunk until then: if features came only after the prefill, the test would fail.
     """
+    exporter = InMemorySpanExporter()
+    monkeypatch.setattr(gateway.assembly, "open_tracing", lambda endpoint: OpenTelemetryTracing(exporter))
     path, drafter_path = save_target(tmp_path, max_position_embeddings=512), save_dflash(tmp_path / "drafter")
     drafter = _Watched(load_feature_drafter(drafter_path, path))
     target = _Patient(TransformersTarget.load(path, feature_projection=drafter_path), drafter.has_taken_in)
@@ -89,6 +139,13 @@ async def test_features_cross_while_the_prefill_runs(tmp_path: Path) -> None:
     ):
         await client.generate(**options(tuple(LONG[:200]), max_tokens=4))
     assert target.was_overtaken
+    spans = exporter.get_finished_spans()
+    (prefill,) = [span for span in spans if span.name == "prefill"]
+    chunks = [span for span in spans if span.name == "features"]
+    assert len(chunks) > 1
+    assert prefill.start_time is not None
+    assert prefill.end_time is not None
+    assert any(prefill.start_time < span.start_time < prefill.end_time for span in chunks if span.start_time)
 
 
 async def test_long_prompt_stays_within_message_limits(tmp_path: Path) -> None:
@@ -243,3 +300,17 @@ class _Patient:
                 if item.last and self._num_chunks > 1:
                     self.was_overtaken = self._signal.wait(20.0)
         return self._inner.step(work)
+
+
+class _Eager:
+    """A drafter that answers with conditional rows to whoever asks, wanted or not."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def propose(self, proposals: Sequence[Proposal]) -> Sequence[Marginals]:
+        answers: Sequence[Marginals] = self._inner.propose([replace(item, takes_conditional=True) for item in proposals])
+        return answers

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from treewire import wire
 from treewire.core.sampling import Sampling
 from treewire.core.tree import Commit, DraftTree, Marginals
-from treewire.errors import Incompatible, InvalidRequest, Unsupported
+from treewire.errors import Incompatible, InvalidRequest
 from treewire.v1 import tree_pb2
 
 token_ids = st.integers(0, 999)
@@ -37,7 +37,7 @@ def test_marginals_survive_the_crossing_in_any_number_of_blocks(depths: int, wid
     random = np.random.default_rng(seed)
     tokens = np.array([random.choice(1000, width, replace=False) for _ in range(depths)], np.int32).reshape(depths, width)
     marginals = Marginals(tokens, -random.exponential(size=(depths, width)).astype(np.float32))
-    whole = [wire.marginals_to_message(marginals)]
+    whole = [*wire.marginals_to_messages(marginals)]
     rows = [
         tree_pb2.Marginals(
             first_depth=depth + 1,
@@ -140,11 +140,74 @@ def test_malformed_marginals_are_refused(malformed: tree_pb2.Marginals) -> None:
         wire.marginals_from_messages([malformed], max_depths=4, max_width=8, vocabulary_size=1000)
 
 
-def test_conditional_marginals_are_refused_by_name() -> None:
-    """What the contract has and this gateway does not build yet is UNIMPLEMENTED, not garbage."""
-    conditional = block(prefix=tree_pb2.Prefix(token_ids=[4]))
-    with pytest.raises(Unsupported, match="conditional"):
-        wire.marginals_from_messages([conditional], max_depths=4, max_width=8, vocabulary_size=1000)
+PREFIXES = ((1,), (2,), (1, 2))
+CONDITIONAL = Marginals(
+    np.array([[1, 2], [3, 4], [5, 6], [1, 6], [2, 7]], np.int32), -np.arange(1, 11, dtype=np.float32).reshape(5, 2), PREFIXES
+)
+
+
+def received(blocks: list[tree_pb2.Marginals], max_prefixes: int = 3, max_depths: int = 4) -> Marginals:
+    """What a caller makes of these blocks."""
+    return wire.marginals_from_messages(
+        blocks, max_depths=max_depths, max_width=8, vocabulary_size=1000, max_prefixes=max_prefixes
+    )
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_conditional_marginals_survive_the_crossing(split: bool) -> None:
+    """Rows by depth, then rows by path, in one block or in one for each path: the same proposal."""
+    by_depth, by_path = (
+        tree_pb2.Marginals.FromString(each.SerializeToString()) for each in wire.marginals_to_messages(CONDITIONAL)
+    )
+    assert (by_depth.last, by_path.last) == (False, True)
+    blocks = [by_path]
+    if split:
+        blocks = [
+            block(
+                token_ids=by_path.token_ids[8 * row : 8 * row + 8],
+                log_probs=by_path.log_probs[8 * row : 8 * row + 8],
+                prefixes=[tree_pb2.Prefix(token_ids=prefix)],
+            )
+            for row, prefix in enumerate(PREFIXES)
+        ]
+    crossed = received([by_depth, *blocks])
+    assert crossed.prefixes == PREFIXES
+    np.testing.assert_array_equal(crossed.token_ids, CONDITIONAL.token_ids)
+    np.testing.assert_array_equal(crossed.log_probs, CONDITIONAL.log_probs)
+
+
+def conditional_block(*prefixes: tuple[int, ...], **changes: object) -> tree_pb2.Marginals:
+    """The sound block as one of these paths, changed."""
+    return block(prefixes=[tree_pb2.Prefix(token_ids=prefix) for prefix in prefixes], **changes)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "complaint"),
+    [
+        ([block(), conditional_block((1,), (2,))], "1 rows for 2 prefixes"),
+        ([block(), *[conditional_block((number,)) for number in range(4)]], "rows for 4 prefixes, at most 3"),
+        ([block(), conditional_block((1, 2, 3, 4))], "a prefix of 4 tokens has children at depth 5, at most 4"),
+        ([block(), conditional_block((1000,))], "a prefix has token 1000, the vocabulary has ids from 0 to 999"),
+        ([block(), conditional_block((-1,))], "token ids start at 0, a prefix has a lower one"),
+        ([block(), conditional_block(())], "a prefix has at least one token"),
+        ([block(), conditional_block((1,)), conditional_block((1,))], "two rows for one prefix"),
+        ([conditional_block((1,))], "leave none for the root's children"),
+        ([conditional_block((1,)), block()], "a block by depth follows a conditional one"),
+        ([block(), conditional_block((1,), width=1, token_ids=bytes(4), log_probs=bytes(4))], "differ in width"),
+        ([block(), conditional_block((1,), token_ids=np.array([1, 1], "<i4").tobytes())], "a token twice in one row"),
+        ([block(), conditional_block((1,), token_ids=np.array([1, 5000], "<i4").tobytes())], "token 5000"),
+    ],
+)
+def test_malformed_conditional_marginals_are_refused(blocks: list[tree_pb2.Marginals], complaint: str) -> None:
+    """Paths that cannot be, too many of them, and rows that are not theirs."""
+    with pytest.raises(InvalidRequest, match=complaint):
+        received(blocks)
+
+
+def test_conditional_marginals_that_were_not_asked_for_are_refused() -> None:
+    """A caller that takes none says so by taking none."""
+    with pytest.raises(InvalidRequest, match="rows for 3 prefixes, at most 0"):
+        received(wire.marginals_to_messages(CONDITIONAL), max_prefixes=0)
 
 
 @pytest.mark.parametrize("data_type", [tree_pb2.DATA_TYPE_FLOAT32, tree_pb2.DATA_TYPE_FLOAT16, tree_pb2.DATA_TYPE_BFLOAT16])

@@ -6,6 +6,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +16,8 @@ from treewire.core.build import BuiltTree
 
 Probabilities = NDArray[np.float64]
 
-_MEMORY_ROUNDS = 256.0  # what a depth did so many rounds ago counts 1/e
-_PRIOR_ROUNDS = 4.0  # of perfect predictions, so that the first few rounds decide nothing
+_MEMORY_ROUNDS = 256.0  # what nodes did so many rounds ago counts 1/e
+_PRIOR_ROUNDS = 2.0  # of perfect predictions, so that the first few rounds decide nothing
 
 
 @dataclass(frozen=True)
@@ -87,18 +89,27 @@ class Overhead:
     draft_seconds: float
 
 
-def choose_budget(path_probabilities: Probabilities, prices: PriceTable, overhead: Overhead, *, batch_size: int = 1) -> int:
-    """The number of nodes, root excluded, with the most tokens per second.
+def expected_tokens(path_probabilities: Probabilities, max_budget: int) -> Probabilities:
+    """Tokens that the tree gives when cut at 0, 1, ... `max_budget` nodes: the bonus, and the sum of the nodes' probabilities.
 
-    `path_probabilities`, [nodes], say how likely each node of the largest tree is to be accepted, in the tree's order without
-    its root: the expected tokens of a cut tree are one (the bonus) and their sum. The whole curve is searched, since a price
-    may be steep first and flat later; 0 is plain decoding, without a draft, so that no estimate makes a round worse than that.
-    Of equals the smaller. Cut trees keep their spine, see `spine_length`.
+    `path_probabilities`, [nodes], say how likely each node is to be accepted, in the tree's order without its root. Behind the
+    tree's last node nothing is gained.
     """
-    tokens = np.concatenate(([1.0], 1.0 + np.cumsum(path_probabilities)))
-    seconds = overhead.round_seconds + prices.curve(len(tokens), batch_size)
-    seconds[1:] += overhead.draft_seconds
-    return int(np.argmax(tokens / seconds))
+    known = path_probabilities[:max_budget]
+    tokens = np.ones(max_budget + 1)
+    tokens[1 : len(known) + 1] += np.cumsum(known)
+    tokens[len(known) + 1 :] = tokens[len(known)]
+    return tokens
+
+
+def choose_budget(tokens: Probabilities, seconds: Probabilities, tokens_per_second: float) -> int:
+    """The number of nodes, root excluded, that is worth most: its tokens, less its seconds at the rate that rounds reach.
+
+    Both are for budgets of 0, 1, ... nodes. The whole curve is searched, since a price may be steep first and flat later; 0 is
+    plain decoding, so that no estimate makes a round worse than that. Of equals the smaller. Cut trees keep their spine, see
+    `spine_length`.
+    """
+    return int(np.argmax(tokens - tokens_per_second * seconds))
 
 
 def spine_length(built: BuiltTree) -> int:
@@ -115,7 +126,7 @@ def spine_length(built: BuiltTree) -> int:
 
 @dataclass(frozen=True)
 class _DepthRecord:
-    """What a drafter promised at one depth and what came of it, both fading."""
+    """What a drafter promised of one kind of nodes and what came of it, both fading."""
 
     predicted: float = 0.0
     accepted: float = 0.0
@@ -131,40 +142,99 @@ class _DepthRecord:
         return _DepthRecord(self.predicted * fading + predicted, self.accepted * fading + accepted)
 
 
+class _Kind(NamedTuple):
+    """Nodes that are calibrated together: those of a depth on the chain of best tokens (the spine), or beside it."""
+
+    depth: int
+    on_spine: bool
+
+
 @dataclass(frozen=True)
 class Calibration:
-    """How far a drafter's probabilities can be trusted, by depth: a value for each drafter, fitted on line."""
+    """How far a drafter's probabilities can be trusted, by depth, on the spine and beside it: a value for each drafter, fitted
+    on line. A drafter that is too sure of its best tokens underrates the others, and the other way round.
+    """
 
-    records: Mapping[int, _DepthRecord] = field(default_factory=dict)
+    records: Mapping[_Kind, _DepthRecord] = field(default_factory=dict)
 
-    def update(self, depth: int, predicted: float, accepted: bool) -> Calibration:
-        """After a round: a tree had nodes at this depth with `predicted` probability together; was one of them accepted?
+    def update(self, depth: int, predicted: float, accepted: bool, *, on_spine: bool = True) -> Calibration:
+        """After a round: a tree had nodes of this kind with `predicted` probability together; was one of them accepted?
 
         Raises ValueError on a depth below 1 or a probability outside 0 to 1, of which rounding may exceed 1 by little.
         """
         if depth < 1 or not 0.0 <= predicted <= 1.001:
             raise ValueError(f"depth {depth} has probability {predicted}; depths start at 1, probabilities end there")
-        record = self.records.get(depth, _DepthRecord()).update(min(predicted, 1.0), accepted)
-        return replace(self, records={**self.records, depth: record})
+        kind = _Kind(depth, on_spine)
+        record = self.records.get(kind, _DepthRecord()).update(min(predicted, 1.0), accepted)
+        return replace(self, records={**self.records, kind: record})
 
     def update_from(self, built: BuiltTree, accepted_nodes: Sequence[int]) -> Calibration:
         """After a round: a tree was verified and these nodes, root first, were accepted."""
-        predicted: dict[int, float] = {}
-        for depth, score in zip(built.tree.depths[1:], built.scores[1:], strict=True):
-            predicted[depth] = predicted.get(depth, 0.0) + math.exp(score)
-        calibration = self
-        for depth, probability in predicted.items():
-            calibration = calibration.update(depth, min(probability, 1.0), accepted=depth < len(accepted_nodes))
-        return calibration
+        predicted: dict[_Kind, float] = {}
+        kinds = _kinds(built)
+        for kind, score in zip(kinds[1:], built.scores[1:], strict=True):
+            predicted[kind] = predicted.get(kind, 0.0) + math.exp(score)
+        accepted = {kinds[node] for node in accepted_nodes}
+        records = dict(self.records)
+        for kind, probability in predicted.items():
+            records[kind] = records.get(kind, _DepthRecord()).update(min(probability, 1.0), kind in accepted)
+        return replace(self, records=records)
 
-    def factor(self, depth: int) -> float:
+    def factor(self, depth: int, *, on_spine: bool = True) -> float:
         """What the drafter's path probabilities are multiplied by at this depth; beyond what is known, the deepest known."""
-        deepest = max(self.records, default=depth)
-        return self.records.get(min(depth, deepest), _DepthRecord()).factor
+        deepest = max((kind.depth for kind in self.records if kind.on_spine is on_spine), default=depth)
+        return self.records.get(_Kind(min(depth, deepest), on_spine), _DepthRecord()).factor
 
     def path_probabilities(self, built: BuiltTree) -> Probabilities:
         """How likely each node is to be accepted, float64 [nodes without root]: never above 1 nor above its parent's."""
-        calibrated = [1.0]
-        for parent, depth, score in zip(built.tree.parents[1:], built.tree.depths[1:], built.scores[1:], strict=True):
-            calibrated.append(min(math.exp(score) * self.factor(depth), calibrated[parent]))
-        return np.array(calibrated[1:], np.float64)
+        return self.calibrated(claims_of(built))
+
+    def calibrated(self, claims: Claims) -> Probabilities:
+        """The same of a tree's claims."""
+        factors = self._factors
+        if len(claims.depths) and (deepest := int(claims.depths.max())) >= len(factors):
+            factors = np.vstack([factors, np.repeat(factors[-1:], deepest + 1 - len(factors), axis=0)])
+        likely = (claims.probabilities * factors[claims.depths, claims.beside_spine]).tolist()
+        for node, parent in enumerate(claims.parents):
+            bound = likely[parent] if parent >= 0 else 1.0
+            if likely[node] > bound:
+                likely[node] = bound
+        return np.array(likely, np.float64)
+
+    @cached_property
+    def _factors(self) -> NDArray[np.float64]:
+        """Factors by depth, and by whether nodes are beside the spine: [depths known, 2]."""
+        deepest = max((kind.depth for kind in self.records), default=0)
+        rows = [[self.factor(depth, on_spine=on_spine) for on_spine in (True, False)] for depth in range(deepest + 1)]
+        return np.array(rows, np.float64)
+
+
+class Claims(NamedTuple):
+    """What a drafter says of a tree's nodes, the root left out: their path probabilities, and what these are calibrated by.
+
+    `parents` are -1 for children of the root, `beside_spine` is 1 for nodes that are not on the spine.
+    """
+
+    probabilities: Probabilities
+    depths: NDArray[np.int64]
+    beside_spine: NDArray[np.int64]
+    parents: Sequence[int]
+
+
+def claims_of(built: BuiltTree) -> Claims:
+    """The claims of a tree."""
+    kinds = _kinds(built)[1:]
+    return Claims(
+        np.exp(built.scores[1:]),
+        np.array([kind.depth for kind in kinds], np.int64),
+        np.array([not kind.on_spine for kind in kinds], np.int64),
+        [parent - 1 for parent in built.tree.parents[1:]],
+    )
+
+
+def _kinds(built: BuiltTree) -> list[_Kind]:
+    """The kind of each node, the root's included."""
+    on_spine = [True]
+    for parent, rank in zip(built.tree.parents[1:], built.ranks[1:], strict=True):
+        on_spine.append(on_spine[parent] and rank == 0)
+    return list(map(_Kind, built.tree.depths, on_spine))

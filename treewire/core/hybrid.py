@@ -85,10 +85,13 @@ def build_hybrid_tree(
 
     The drawn one comes from the next MAX_DRAWN_TOKENS tokens of the depth, renormalised; it is one token for the whole depth,
     which is sound since a walk consults a depth once. The shape depends on the marginals alone: the place of the drawn token
-    is ranked by the probability of all that it is drawn from, which is also its score. Raises ValueError on a width below 1.
+    is ranked by the probability of all that it is drawn from, which is also its score. Raises ValueError on a width below 1,
+    and on conditional marginals: what a drawn token is followed by would then depend on the draw, and the shape with it.
     """
     if width < 1:
         raise ValueError(f"width is {width}, it must be at least 1")
+    if marginals.prefixes:
+        raise ValueError("marginals are conditional, hybrid trees are built from marginals by depth alone")
     numbers = uniforms(seed, root_position + 1 + np.arange(marginals.num_depths), Purpose.DRAW)
     depths = [
         _Places.of(token_ids, log_probs, width, number)

@@ -179,18 +179,27 @@ class Commit:
 class Marginals:
     """Likeliest tokens for each of the next depths, with log-probabilities normalised over the full vocabulary.
 
-    `token_ids` is int32 and `log_probs` float32, both of shape [depths, width]; each row is best first, equal scores by
-    the lower token id. Row 0 describes the children of the root. A depth with fewer tokens than others ends in fillers:
-    other tokens with log-prob -inf, which no tree takes. Raises ValueError on other shapes, NaN, positive
-    log-probabilities, negative tokens or a token twice in a row.
+    `token_ids` is int32 and `log_probs` float32, both of shape [rows, width]; each row is best first, equal scores by
+    the lower token id. Row 0 describes the children of the root, the rows after it those of every node at depth 1, 2, ...
+
+    The last rows are *conditional* if `prefixes` are given, one a row: such a row describes the children of the node with that
+    path of tokens from below the root, in the place of the row of its depth. A conditional row may lie deeper than all depths
+    that have a row; the root's children never do.
+
+    A row with fewer tokens than others ends in fillers: other tokens with log-prob -inf, which no tree takes. Raises
+    ValueError on other shapes, NaN, positive log-probabilities, negative tokens, a token twice in a row, an empty prefix, one
+    that comes twice, or prefixes without a row for the root's children.
     """
 
     token_ids: NDArray[np.int32]
     log_probs: NDArray[np.float32]
+    prefixes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.token_ids.ndim != 2 or self.token_ids.shape != self.log_probs.shape:
             raise ValueError(f"marginals have tokens of shape {self.token_ids.shape} and log-probs of {self.log_probs.shape}")
+        if self.prefixes:
+            self._check_prefixes()
         if self.token_ids.size == 0:
             return
         if self.token_ids.min() < 0:
@@ -199,7 +208,19 @@ class Marginals:
             raise ValueError("log-probabilities are at most 0, marginals have a larger one or NaN")
         ordered = np.sort(self.token_ids, axis=1)
         if (ordered[:, 1:] == ordered[:, :-1]).any():
-            raise ValueError("marginals name a token twice at one depth")
+            raise ValueError("marginals name a token twice in one row")
+
+    def _check_prefixes(self) -> None:
+        if len(self.prefixes) >= len(self.token_ids):
+            raise ValueError(
+                f"{len(self.token_ids)} rows with {len(self.prefixes)} prefixes leave none for the root's children"
+            )
+        if not all(self.prefixes):
+            raise ValueError("a prefix has at least one token, an empty one is the root's, whose children have the first row")
+        if min(map(min, self.prefixes)) < 0:
+            raise ValueError("token ids start at 0, a prefix has a lower one")
+        if len(set(self.prefixes)) < len(self.prefixes):
+            raise ValueError("marginals have two rows for one prefix")
 
     @classmethod
     def empty(cls) -> Marginals:
@@ -217,10 +238,16 @@ class Marginals:
 
     @property
     def num_depths(self) -> int:
-        """Depths described."""
-        return int(self.token_ids.shape[0])
+        """Depths that have a row of their own; conditional rows do not count."""
+        return len(self.token_ids) - len(self.prefixes)
+
+    @property
+    def row_depths(self) -> NDArray[np.int64]:
+        """Depth of the tokens of each row, 1 that of the root's children; int64 [rows]."""
+        conditional = [len(prefix) + 1 for prefix in self.prefixes]
+        return np.array([*range(1, self.num_depths + 1), *conditional], np.int64)
 
     @property
     def width(self) -> int:
-        """Tokens at each depth."""
+        """Tokens in each row."""
         return int(self.token_ids.shape[1])

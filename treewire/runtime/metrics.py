@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
 
 from treewire.runtime.endpoint import Endpoint
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _ACCEPTANCE_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
+_TREE_NODES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 
 
 class Metrics:
@@ -22,6 +23,7 @@ class Metrics:
 
     def __init__(self, service: str) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # process_resident_memory_bytes and its like, on Linux
         Gauge("treewire_service_info", "Always 1.", ["service"], registry=self.registry).labels(service).set(1)
         self.rpcs = Counter("treewire_rpcs_total", "RPCs that ended.", ["method", "code"], registry=self.registry)
 
@@ -97,6 +99,7 @@ class GatewayMetrics:
     accepted_tokens: Counter
     accepted_tokens_per_depth: Counter
     acceptance_length: Histogram
+    tree_nodes: Histogram
     lone_roots: Counter
     drafter_losses: Counter
     failovers: Counter
@@ -122,6 +125,12 @@ class GatewayMetrics:
                 "treewire_acceptance_length",
                 "Tokens gained in a round, bonus included.",
                 buckets=_ACCEPTANCE_LENGTHS,
+                registry=registry,
+            ),
+            tree_nodes=Histogram(
+                "treewire_tree_nodes",
+                "Nodes of a round's tree, root excluded: the budget where the drafter gave as many.",
+                buckets=_TREE_NODES,
                 registry=registry,
             ),
             lone_roots=Counter("treewire_lone_roots_total", "Rounds of plain decoding.", registry=registry),
@@ -162,6 +171,7 @@ class GatewayMetrics:
     def observe_round(self, *, num_draft_tokens: int, num_accepted_tokens: int, num_emitted_tokens: int) -> None:
         """Count one round by what was emitted: a tree of `num_draft_tokens` nodes beside the root gave
         `num_accepted_tokens` of the `num_emitted_tokens`, the rest is the bonus."""
+        self.tree_nodes.observe(num_draft_tokens)
         if num_draft_tokens:
             self.drafts.inc()
             self.draft_tokens.inc(num_draft_tokens)

@@ -30,6 +30,7 @@ class DraftOpen(_message.Message):
     HORIZON_FIELD_NUMBER: _builtins.int
     WIDTH_FIELD_NUMBER: _builtins.int
     RANK_WITH_NOISE_FIELD_NUMBER: _builtins.int
+    TAKES_CONDITIONAL_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of the protocol the caller speaks; a mismatch is FAILED_PRECONDITION."""
     prompt_token_ids: _builtins.bytes
@@ -40,6 +41,8 @@ class DraftOpen(_message.Message):
     """Tokens asked for at each depth; the service answers with at most its own width."""
     rank_with_noise: _builtins.bool
     """False if trees do not aim at the shared noise: tokens are then ranked by log-probability alone. Not set is true."""
+    takes_conditional: _builtins.bool
+    """True if the caller builds trees from conditional blocks; else the service sends none."""
     @_builtins.property
     def target(self) -> _tree_pb2.Fingerprint:
         """The target that the session drafts for."""
@@ -58,10 +61,11 @@ class DraftOpen(_message.Message):
         horizon: _builtins.int = ...,
         width: _builtins.int = ...,
         rank_with_noise: _builtins.bool | None = ...,
+        takes_conditional: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rank_with_noise", b"_rank_with_noise", "rank_with_noise", b"rank_with_noise", "sampling", b"sampling", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank_with_noise", b"_rank_with_noise", "horizon", b"horizon", "prompt_token_ids", b"prompt_token_ids", "protocol_version", b"protocol_version", "rank_with_noise", b"rank_with_noise", "sampling", b"sampling", "target", b"target", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank_with_noise", b"_rank_with_noise", "horizon", b"horizon", "prompt_token_ids", b"prompt_token_ids", "protocol_version", b"protocol_version", "rank_with_noise", b"rank_with_noise", "sampling", b"sampling", "takes_conditional", b"takes_conditional", "target", b"target", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rank_with_noise: _TypeAlias = _typing.Literal["rank_with_noise"]  # noqa: Y015
     _WhichOneofArgType__rank_with_noise: _TypeAlias = _typing.Literal["_rank_with_noise", b"_rank_with_noise"]  # noqa: Y015
@@ -81,6 +85,7 @@ class DraftLimits(_message.Message):
     NEEDS_FEATURES_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    MAX_PREFIXES_FIELD_NUMBER: _builtins.int
     horizon: _builtins.int
     """Deepest depth that marginals will reach."""
     width: _builtins.int
@@ -91,6 +96,8 @@ class DraftLimits(_message.Message):
     """True if the drafter needs context features with each commit."""
     engine: _builtins.str
     """Name of the drafting engine, for people."""
+    max_prefixes: _builtins.int
+    """Most prefixes that conditional blocks of one proposal describe; 0 if it has no such blocks."""
     @_builtins.property
     def fingerprint(self) -> _tree_pb2.Fingerprint:
         """The drafter's side of the handshake."""
@@ -104,10 +111,11 @@ class DraftLimits(_message.Message):
         needs_features: _builtins.bool = ...,
         fingerprint: _tree_pb2.Fingerprint | None = ...,
         engine: _builtins.str = ...,
+        max_prefixes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "fingerprint", b"fingerprint", "horizon", b"horizon", "max_context", b"max_context", "needs_features", b"needs_features", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "fingerprint", b"fingerprint", "horizon", b"horizon", "max_context", b"max_context", "max_prefixes", b"max_prefixes", "needs_features", b"needs_features", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -159,6 +167,9 @@ class DraftResponse(_message.Message):
 
     ACCEPTED_OPEN_FIELD_NUMBER: _builtins.int
     MARGINALS_FIELD_NUMBER: _builtins.int
+    STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    step_seconds: _builtins.float
+    """With the last block: seconds that the step took on the drafter, for the stage times."""
     @_builtins.property
     def accepted_open(self) -> Global___DraftLimits:
         """The session is open, within these limits."""
@@ -172,10 +183,11 @@ class DraftResponse(_message.Message):
         *,
         accepted_open: Global___DraftLimits | None = ...,
         marginals: _tree_pb2.Marginals | None = ...,
+        step_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accepted_open", b"accepted_open", "event", b"event", "marginals", b"marginals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_open", b"accepted_open", "event", b"event", "marginals", b"marginals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_open", b"accepted_open", "event", b"event", "marginals", b"marginals", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted_open", "marginals"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

@@ -149,7 +149,9 @@ class GenerateRequest(_message.Message):
     ignore_end: _builtins.bool
     """True to generate on past the model's own end tokens."""
     budget: _builtins.int
-    """Nodes of each draft tree, root excluded; not set takes the gateway's default, 0 turns drafting off."""
+    """Nodes of each draft tree, root excluded; 0 turns drafting off. Not set takes the gateway's default, which may be to choose
+    anew in each round.
+    """
     include_rounds: _builtins.bool
     """True to receive one round event for every round."""
     accept: _tree_pb2.Acceptance.ValueType
@@ -169,7 +171,7 @@ class GenerateRequest(_message.Message):
     regex: _builtins.str
     """A regular expression."""
     grammar: _builtins.str
-    """A grammar in GBNF."""
+    """A grammar in GBNF, whose rule root is matched."""
     @_builtins.property
     def chat(self) -> Global___Chat:
         """A conversation to answer."""
@@ -452,6 +454,7 @@ class Statistics(_message.Message):
     TOTAL_SECONDS_FIELD_NUMBER: _builtins.int
     STAGE_SECONDS_FIELD_NUMBER: _builtins.int
     NUM_CERTIFICATE_VIOLATIONS_FIELD_NUMBER: _builtins.int
+    ROUNDS_BY_NODES_FIELD_NUMBER: _builtins.int
     num_rounds: _builtins.int
     """Rounds: verify steps after the prefill."""
     num_lone_roots: _builtins.int
@@ -472,7 +475,11 @@ class Statistics(_message.Message):
 
     @_builtins.property
     def stage_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Seconds by stage: prefill, draft, tree_build, verify."""
+        """Seconds by stage; docs/trace.md lists the stages."""
+
+    @_builtins.property
+    def rounds_by_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rounds by the number of nodes of their tree, root excluded; index 0 for plain decoding."""
 
     def __init__(
         self,
@@ -486,10 +493,11 @@ class Statistics(_message.Message):
         total_seconds: _builtins.float = ...,
         stage_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         num_certificate_violations: _builtins.int = ...,
+        rounds_by_nodes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "num_accepted_tokens", b"num_accepted_tokens", "num_certificate_violations", b"num_certificate_violations", "num_draft_tokens", b"num_draft_tokens", "num_lone_roots", b"num_lone_roots", "num_rounds", b"num_rounds", "stage_seconds", b"stage_seconds", "total_seconds", b"total_seconds", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "num_accepted_tokens", b"num_accepted_tokens", "num_certificate_violations", b"num_certificate_violations", "num_draft_tokens", b"num_draft_tokens", "num_lone_roots", b"num_lone_roots", "num_rounds", b"num_rounds", "rounds_by_nodes", b"rounds_by_nodes", "stage_seconds", b"stage_seconds", "total_seconds", b"total_seconds", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -617,6 +625,7 @@ class GetModelResponse(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     MAX_PROMPT_CHARACTERS_FIELD_NUMBER: _builtins.int
+    ADAPTIVE_BUDGET_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     max_context: _builtins.int
@@ -633,6 +642,10 @@ class GetModelResponse(_message.Message):
     """Version of the protocol."""
     max_prompt_characters: _builtins.int
     """Most characters of a prompt."""
+    adaptive_budget: _builtins.bool
+    """True if the budget is chosen anew in each round when a request sets none; default_budget is then what is used as long as the
+    target tells no prices.
+    """
     @_builtins.property
     def fingerprint(self) -> _tree_pb2.Fingerprint:
         """What the target is."""
@@ -649,10 +662,11 @@ class GetModelResponse(_message.Message):
         protocol_version: _builtins.int = ...,
         fingerprint: _tree_pb2.Fingerprint | None = ...,
         max_prompt_characters: _builtins.int = ...,
+        adaptive_budget: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_budget", b"default_budget", "default_max_tokens", b"default_max_tokens", "fingerprint", b"fingerprint", "max_budget", b"max_budget", "max_context", b"max_context", "max_prompt_characters", b"max_prompt_characters", "model", b"model", "protocol_version", b"protocol_version", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_budget", b"adaptive_budget", "default_budget", b"default_budget", "default_max_tokens", b"default_max_tokens", "fingerprint", b"fingerprint", "max_budget", b"max_budget", "max_context", b"max_context", "max_prompt_characters", b"max_prompt_characters", "model", b"model", "protocol_version", b"protocol_version", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

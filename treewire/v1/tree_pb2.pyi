@@ -215,14 +215,14 @@ Global___Commit: _TypeAlias = Commit  # noqa: Y015
 
 @_typing.final
 class Prefix(_message.Message):
-    """The path of tokens from below the root to the node whose children a conditional block describes."""
+    """The path of tokens from below the root to the node whose children a conditional row describes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens at depths 1, 2, ...; empty for the children of the root."""
+        """Tokens at depths 1, 2, ...; at least one, since the children of the root have the first row by depth."""
 
     def __init__(
         self,
@@ -239,7 +239,9 @@ Global___Prefix: _TypeAlias = Prefix  # noqa: Y015
 
 @_typing.final
 class Marginals(_message.Message):
-    """Likeliest next tokens by depth, as the drafter sees them. One block of a proposal; several blocks make one."""
+    """Likeliest next tokens as the drafter sees them, in rows: by depth, or in a conditional block by path. One block of a
+    proposal; several blocks make one, those by depth first.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -248,20 +250,22 @@ class Marginals(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
-    PREFIX_FIELD_NUMBER: _builtins.int
+    PREFIXES_FIELD_NUMBER: _builtins.int
     first_depth: _builtins.int
-    """Depth of the first row; 1 is the depth of the root's children."""
+    """Depth of the first row; 1 is the depth of the root's children. Not read in a conditional block."""
     width: _builtins.int
-    """Tokens per depth."""
+    """Tokens per row."""
     token_ids: _builtins.bytes
-    """Token ids, int32 little-endian, depth-major, each row best first; equal scores by the lower token id."""
+    """Token ids, int32 little-endian, row by row, each row best first; equal scores by the lower token id."""
     log_probs: _builtins.bytes
     """Log-probabilities, float32 little-endian, of the same shape, normalised over the full vocabulary."""
     last: _builtins.bool
     """True for the block that ends the proposal."""
     @_builtins.property
-    def prefix(self) -> Global___Prefix:
-        """Set for a conditional block: it describes the children of this path alone, not of every node of its depth."""
+    def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prefix]:
+        """Not empty for a conditional block: row i describes the children of prefixes[i] alone, in the place of the row of their
+        depth. Only in sessions opened with takes_conditional.
+        """
 
     def __init__(
         self,
@@ -271,15 +275,13 @@ class Marginals(_message.Message):
         token_ids: _builtins.bytes = ...,
         log_probs: _builtins.bytes = ...,
         last: _builtins.bool = ...,
-        prefix: Global___Prefix | None = ...,
+        prefixes: _abc.Iterable[Global___Prefix] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefix", b"_prefix", "prefix", b"prefix"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefix", b"_prefix", "first_depth", b"first_depth", "last", b"last", "log_probs", b"log_probs", "prefix", b"prefix", "token_ids", b"token_ids", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_depth", b"first_depth", "last", b"last", "log_probs", b"log_probs", "prefixes", b"prefixes", "token_ids", b"token_ids", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__prefix: _TypeAlias = _typing.Literal["prefix"]  # noqa: Y015
-    _WhichOneofArgType__prefix: _TypeAlias = _typing.Literal["_prefix", b"_prefix"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix) -> _WhichOneofReturnType__prefix | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Marginals: _TypeAlias = Marginals  # noqa: Y015
 

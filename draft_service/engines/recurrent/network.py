@@ -1,16 +1,20 @@
-"""This file is the recurrent drafter as a network of sessions: depth by depth along each session's own best guesses."""
+"""This file is the recurrent drafter as a network of sessions: depth by depth along each session's own likeliest guesses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from draft_service.engines.feature_drafter import Committed, Root
 from draft_service.engines.recurrent.model import AttentionInputs, DraftCache, RecurrentDrafter
-from draft_service.engines.torch_ranking import Ranked, rank
+from draft_service.engines.torch_ranking import SessionNoise, rank
+from treewire.core.build import LOG_PROB_WEIGHT, NOISE_WEIGHT
 from treewire.core.tree import Marginals
 
 
@@ -25,13 +29,15 @@ class RecurrentState:
 class RecurrentNetwork:
     """`FeatureNetwork` over the recurrent drafter.
 
-    A committed position leaves its keys and values. A round computes the root's row, then one row a depth: the token that
-    ranks best there, read back with the output that guessed it. What a depth says holds along that path; as marginals by
-    depth it is an approximation beside it.
+    A committed position leaves its keys and values. A round computes the root's row, then at each depth those of the `beam`
+    likeliest prefixes there, each read back with the output that guessed it. What the best prefix of a depth says is that
+    depth's row of the marginals, an approximation beside it; what the others say are conditional rows, for sessions that take
+    them. The others draft along the best prefix alone.
     """
 
-    def __init__(self, model: RecurrentDrafter) -> None:
+    def __init__(self, model: RecurrentDrafter, *, beam: int = 1) -> None:
         self._model = model.eval()
+        self._beam = beam
 
     @property
     def device(self) -> torch.device:
@@ -69,58 +75,142 @@ class RecurrentNetwork:
 
     @torch.inference_mode()
     def draft(self, roots: Sequence[Root[RecurrentState]]) -> Sequence[Marginals]:
-        """A row of marginals for each depth; sessions that want fewer depths drop out early."""
-        rows: list[list[Ranked]] = [[] for _ in roots]
-        active = [number for number, root in enumerate(roots) if root.depths]
-        token_ids = [roots[number].token_id for number in active]
-        carried = torch.stack([roots[number].state.last_feature for number in active]) if active else None
-        while active and carried is not None:
-            going = [roots[number] for number in active]
-            depth = len(rows[active[0]])
-            outputs = self._outputs(going, depth, token_ids, carried)
-            ranked = self._ranked(going, depth, outputs)
-            for number, ids, log_probs in zip(active, ranked.token_ids, ranked.log_probs, strict=True):
-                rows[number].append(Ranked(ids, log_probs))
-            kept = [index for index, number in enumerate(active) if roots[number].depths > depth + 1]
-            token_ids = ranked.token_ids[kept, 0].tolist()
-            carried = self._model.carried(outputs[kept])
-            active = [active[index] for index in kept]
-        return [_marginals(root, session_rows) for root, session_rows in zip(roots, rows, strict=True)]
+        """Rows for each depth and, where they are taken, for prefixes; sessions that want fewer depths drop out early."""
+        beams = [_Beam(root, self._beam if root.takes_conditional else 1) for root in roots]
+        going = [beam for beam in beams if beam.is_going]
+        carried = torch.stack([beam.root.state.last_feature for beam in going]) if going else None
+        while carried is not None:
+            outputs = self._outputs(going, carried)
+            rows, first = self._rows(going, outputs), 0
+            parents: list[int] = []
+            for beam in going:
+                stop = first + len(beam.paths)
+                parents += [first + parent for parent in beam.descend(rows.of(beam, slice(first, stop)))]
+                first = stop
+            going = [beam for beam in going if beam.is_going]
+            carried = self._model.carried(outputs[parents]) if going else None
+        return [beam.marginals() for beam in beams]
 
-    def _outputs(self, roots: Sequence[Root[RecurrentState]], depth: int, token_ids: Sequence[int], carried: Tensor) -> Tensor:
-        """The layer's output of each session's row at this depth below its root, which is appended to its cache's rows."""
-        rows = self._model.rows(torch.tensor(token_ids, device=self.device), carried)
-        inputs = self._inputs(rows, [root.position + depth for root in roots])
-        attended = []
-        for root, queries, keys, values in zip(roots, *(torch.split(part, 1) for part in inputs), strict=True):
-            stop = root.position + depth + 1
-            root.state.cache.write(stop - 1, keys, values)
-            attended.append(root.state.cache.attend(queries, torch.ones(1, stop, dtype=torch.bool)))
+    def _outputs(self, beams: Sequence[_Beam], carried: Tensor) -> Tensor:
+        """The layer's output of each beam's newest prefixes, one after the other; their keys and values go behind what its
+        cache holds."""
+        counts = [len(beam.paths) for beam in beams]
+        rows = self._model.rows(
+            torch.tensor([token for beam in beams for token in beam.token_ids], device=self.device), carried
+        )
+        inputs = self._inputs(rows, [beam.position for beam in beams for _ in beam.paths])
+        parts = (torch.split(part, counts) for part in inputs)
+        attended = [beam.attend(*part) for beam, *part in zip(beams, *parts, strict=True)]
         return self._model.finish(rows, torch.cat(attended))
 
     def _inputs(self, rows: Tensor, positions: Sequence[int]) -> AttentionInputs:
         return self._model.attention_inputs(rows, torch.tensor(positions, device=self.device))
 
-    def _ranked(self, roots: Sequence[Root[RecurrentState]], depth: int, outputs: Tensor) -> Ranked:
-        """The best tokens after each output, by their ids in the vocabulary."""
-        ranked = rank(
-            self._model.log_probs(outputs),
-            [root.noise for root in roots],
-            [root.position + depth + 1 for root in roots],
-            max(root.width for root in roots),
+    def _rows(self, beams: Sequence[_Beam], outputs: Tensor) -> _Rows:
+        """What follows each output: the best tokens, by their ids in the vocabulary."""
+        noises = [beam.root.noise for beam in beams for _ in beam.paths]
+        positions = [beam.position + 1 for beam in beams for _ in beam.paths]
+        ranked = rank(self._model.log_probs(outputs), noises, positions, max(beam.root.width for beam in beams))
+        noise = [_noise_of(row, position, ids) for row, position, ids in zip(noises, positions, ranked.token_ids, strict=True)]
+        return _Rows(
+            self._model.candidate_ids[ranked.token_ids].int().cpu().numpy(),
+            ranked.log_probs.cpu().numpy(),
+            torch.stack(noise).cpu().numpy(),
         )
-        return Ranked(self._model.candidate_ids[ranked.token_ids], ranked.log_probs)
+
+
+class _Rows(NamedTuple):
+    """Tokens after some prefixes, best first, with log-probs and noise; int32 and float32 [prefixes, width]."""
+
+    token_ids: NDArray[np.int32]
+    log_probs: NDArray[np.float32]
+    noise: NDArray[np.float32]
+
+    def of(self, beam: _Beam, share: slice) -> _Rows:
+        """A beam's share, of its own width."""
+        return self.part(share, slice(beam.root.width))
+
+    def part(self, prefixes: slice, width: slice = slice(None)) -> _Rows:
+        """Some prefixes, some of their tokens."""
+        return _Rows(self.token_ids[prefixes, width], self.log_probs[prefixes, width], self.noise[prefixes, width])
+
+
+class _Beam:
+    """One session's likeliest prefixes while they are drafted; the newest are all of one depth, the best first.
+
+    Drafted rows lie behind the session's committed ones, the root's first, in the order in which they were computed.
+    """
+
+    def __init__(self, root: Root[RecurrentState], size: int) -> None:
+        self.root, self._size = root, size
+        self.paths: list[tuple[int, ...]] = [()]
+        self._scores = np.zeros(1)
+        self._visible = torch.ones(1, root.position + 1, dtype=torch.bool)
+        self._described: list[tuple[list[tuple[int, ...]], _Rows]] = []
+
+    @property
+    def is_going(self) -> bool:
+        """True while the newest prefixes are still to be described."""
+        return len(self._described) < self.root.depths
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The last token of each newest prefix."""
+        return [path[-1] if path else self.root.token_id for path in self.paths]
+
+    @property
+    def position(self) -> int:
+        """Position of the newest prefixes' last tokens."""
+        return self.root.position + len(self.paths[0])
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """What the newest prefixes attend to: the committed positions, their own path and themselves."""
+        cache = self.root.state.cache
+        cache.write(self._visible.shape[1] - len(keys), keys, values)
+        return cache.attend(queries, self._visible)
+
+    def descend(self, rows: _Rows) -> list[int]:
+        """Note what follows the newest prefixes, and make the likeliest of their children the newest; the parent of each,
+        numbered among the old, if there is another depth to describe."""
+        self._described.append((self.paths, rows))
+        if not self.is_going:
+            return []
+        scores = self._scores[:, np.newaxis] + _branch_scores(rows, is_greedy=self.root.noise.is_silent)
+        best = np.argsort(-scores, axis=None, kind="stable")[: self._size]
+        parents: list[int] = (best // scores.shape[1]).tolist()
+        tokens = rows.token_ids.ravel()[best].tolist()
+        self.paths = [(*self.paths[parent], token) for parent, token in zip(parents, tokens, strict=True)]
+        self._scores = scores.ravel()[best]
+        self._visible = torch.cat([self._visible[parents], torch.eye(len(best), dtype=torch.bool)], dim=1)
+        return parents
+
+    def marginals(self) -> Marginals:
+        """The best prefix of each depth as the depth's row, the others as conditional rows."""
+        if not self._described:
+            return Marginals.empty()
+        best = [rows.part(slice(1)) for _, rows in self._described]
+        others = [rows.part(slice(1, None)) for _, rows in self._described]
+        return Marginals(
+            np.concatenate([rows.token_ids for rows in (*best, *others)]),
+            np.concatenate([rows.log_probs for rows in (*best, *others)]),
+            tuple(path for paths, _ in self._described for path in paths[1:]),
+        )
+
+
+def _branch_scores(rows: _Rows, *, is_greedy: bool) -> NDArray[np.float64]:
+    """What a gateway that was not calibrated ranks branches by: log-probs, or both weighted and normalised in each row."""
+    if is_greedy:
+        return rows.log_probs.astype(np.float64)
+    scores = LOG_PROB_WEIGHT * rows.log_probs.astype(np.float64) + NOISE_WEIGHT * rows.noise
+    normalised: NDArray[np.float64] = scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)
+    return normalised
+
+
+def _noise_of(noise: SessionNoise, position: int, candidates: Tensor) -> Tensor:
+    """Noise of some candidates, zeros without any."""
+    row = noise.at(position)
+    return torch.zeros(len(candidates), device=candidates.device) if row is None else row.to(candidates.device)[candidates]
 
 
 def _stop(committed: Committed[RecurrentState]) -> int:
     return committed.state.cache.length + len(committed.features)
-
-
-def _marginals(root: Root[RecurrentState], rows: Sequence[Ranked]) -> Marginals:
-    if not rows:
-        return Marginals.empty()
-    width = root.width
-    return Marginals(
-        torch.stack([row.token_ids[:width] for row in rows]).int().cpu().numpy(),
-        torch.stack([row.log_probs[:width] for row in rows]).cpu().numpy(),
-    )

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from treewire.core.history import NodeHistories
 from treewire.core.sampling import Sampling
 from treewire.core.tree import DraftTree
@@ -44,7 +47,8 @@ class Part:
 
     `row` is the session's row in SGLang's table of KV slots, `prefix_length` how many tokens of it are computed already.
     `slots` go into the row from position `write_from` on; the last of them are the part's own. The target chooses after
-    the last `num_choices` tokens; `histories` is what was said before each choice, where sampling reads it.
+    the last `num_choices` tokens; `histories` is what was said before each choice, where sampling reads it. If any part
+    `is_masked`, StepMasks follow the step.
     """
 
     row: int
@@ -58,6 +62,7 @@ class Part:
     num_node_probabilities: int
     histories: NodeHistories | None = None
     wants_features: bool = False
+    is_masked: bool = False
 
     @property
     def own_slots(self) -> tuple[int, ...]:
@@ -70,6 +75,16 @@ class StepCommand:
     """Compute these parts: all chunks in one forward, all trees in one forward."""
 
     parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StepMasks:
+    """What may be chosen in the step that is under way: the rows of each masked part, by its number. For rank 0 alone.
+
+    A message of their own, so that they may be found while the step computes.
+    """
+
+    rows: Mapping[int, NDArray[np.int32]]
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
-from verify_service.engine import EngineLost, Unsupported
+from verify_service.engine import EngineLost, Masks, Unsupported
 from verify_service.engines.sglang.messages import (
     Failed,
     NotFinite,
@@ -21,6 +21,7 @@ from verify_service.engines.sglang.messages import (
     Ready,
     StepAnswer,
     StepCommand,
+    StepMasks,
     Stop,
 )
 from verify_service.engines.sglang.options import SglangOptions, server_arguments
@@ -99,9 +100,12 @@ class Ranks:
         assert isinstance(said, Ready)
         return said
 
-    def step(self, command: StepCommand) -> StepAnswer:
-        """Have all ranks compute it. Raises EngineLost if one ends, FloatingPointError if the logits are not finite."""
-        said = self._answer(command)
+    def step(self, command: StepCommand, masks: Mapping[int, Masks]) -> StepAnswer:
+        """Have all ranks compute it; the masks of the masked parts, by number, are waited for meanwhile.
+
+        Raises EngineLost if a rank ends, FloatingPointError if the logits are not finite.
+        """
+        said = self._answer(command, masks)
         if isinstance(said, NotFinite):
             raise FloatingPointError(said.reason)
         assert isinstance(said, StepAnswer)
@@ -141,10 +145,13 @@ class Ranks:
         for rank in self._ranks:
             rank.process.join()
 
-    def _answer(self, said: StepCommand | Question) -> object:
+    def _answer(self, said: StepCommand | Question, masks: Mapping[int, Masks] | None = None) -> object:
         with self._talking:
             try:
                 self._ranks[0].connection.send(said)
+                if masks:
+                    rows = {number: each.rows() for number, each in masks.items()}
+                    self._ranks[0].connection.send(StepMasks(rows))
                 answer: object = self._ranks[0].connection.recv()
             except (EOFError, OSError) as error:
                 raise self._loss() from error

@@ -13,9 +13,9 @@ from treewire.core.acceptance import Acceptance
 from treewire.core.history import History
 from treewire.core.sampling import Sampling
 from verify_service.attention.layout import Segment, StepLayout
-from verify_service.engine import KvExhausted, Posterior, PrefillChunk, Scoring, SessionId, Target, Unsupported
+from verify_service.engine import KvExhausted, Masks, Posterior, PrefillChunk, Scoring, SessionId, Target, Unsupported
 from verify_service.engines.features import Computed
-from verify_service.engines.sampling import NoiseRows, TensorDistributions, choose, likeliest, process
+from verify_service.engines.sampling import NoiseRows, TensorDistributions, allow_only, choose, likeliest, process
 from verify_service.engines.transformers.selection import Forward, ForwardKind, load_model
 from verify_service.engines.transformers.session import Session, check_token_ids
 from verify_service.kv.pages import PagedKv, Room
@@ -30,6 +30,7 @@ class _Part:
     token_ids: tuple[int, ...]
     segment: Segment
     num_choices: int
+    masks: Masks | None
 
     @property
     def num_tapped(self) -> int:
@@ -133,6 +134,7 @@ class TransformersTarget:
         num_output_tokens: int = 0,
         num_node_probabilities: int = 0,
         wants_features: bool = False,
+        first_feature_position: int = 0,
     ) -> int:
         """Make room for a session; how many tokens of its prompt are computed already. Computes nothing yet.
 
@@ -143,13 +145,14 @@ class TransformersTarget:
         self._check_request(tuple(prompt), sampling, num_output_tokens, num_node_probabilities)
         if wants_features and not self._target.feature_size:
             raise Unsupported("this target gives no context features: it was loaded without a feature projection")
-        self._check_room(session, self._kv.room_for(prompt, self._target.max_tree_nodes, shares=not wants_features))
+        shares = not wants_features or first_feature_position >= len(prompt) - 1
+        self._check_room(session, self._kv.room_for(prompt, self._target.max_tree_nodes, shares=shares))
         opened = Session(
             session,
             tuple(prompt),
             sampling,
             num_node_probabilities,
-            SessionRows(self._kv, prompt, shares=not wants_features),
+            SessionRows(self._kv, prompt, shares=shares),
             NoiseRows(sampling.seed, self._target.vocabulary_size),
             History(prompt, num_output_tokens),
             wants_features,
@@ -232,8 +235,8 @@ class TransformersTarget:
         session = self._sessions[item.session]
         segment = session.segment(item, self._forward.device)
         if isinstance(item, PrefillChunk):
-            return _Part(session, item.token_ids, segment, num_choices=int(item.last))
-        return _Part(session, item.tree.token_ids, segment, num_choices=len(item.tree))
+            return _Part(session, item.token_ids, segment, num_choices=int(item.last), masks=item.masks)
+        return _Part(session, item.tree.token_ids, segment, num_choices=len(item.tree), masks=item.masks)
 
     def _compute(self, parts: Sequence[_Part]) -> Computed:
         """One forward over all parts, for the logits and features that they want."""
@@ -263,7 +266,8 @@ def _posterior(part: _Part, logits: Tensor, tapped: Tensor) -> Posterior:
     if not part.num_choices:
         return Posterior((), features=features)
     session = part.session
-    log_probs = process(logits, session.sampling, session.histories())
+    allowed = allow_only(logits, None if part.masks is None else part.masks.rows())
+    log_probs = process(allowed, session.sampling, session.histories())
     positions = (part.segment.positions[-part.num_choices :] + 1).tolist()
     noise_rows = None if session.sampling.is_greedy else session.noise.at(positions, logits.device)
     chosen = choose(log_probs, noise_rows)

@@ -1,0 +1,129 @@
+"""Rounds of random sessions leave pages and memory where they were. `make soak-sessions` runs 20,000 of them, the suite fewer."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from tests.engines.tiny_models import VOCABULARY_SIZE, save_tiny_model
+from treewire.core.acceptance import accept
+from treewire.core.sampling import Sampling
+from treewire.core.simulated import SimulatedModel
+from treewire.core.tree import DraftTree
+from verify_service.engine import KvExhausted, PrefillChunk, Scoring, TargetEngine
+from verify_service.engines.simulated import SimulatedTarget
+from verify_service.engines.transformers import TransformersTarget
+
+NUM_ROUNDS = int(os.environ.get("TREEWIRE_SOAK_ROUNDS", "2000"))
+KV_TOKENS = 1024
+MOST_SESSIONS = 6
+LONGEST_SEQUENCE = 160
+GROWTH_BYTES = 24 * 2**20  # what allocators keep beside; a page a round would be ten times that
+
+
+class Soaked(TargetEngine, Protocol):
+    """A target that counts what it holds."""
+
+    @property
+    def num_sessions(self) -> int:
+        """Open sessions."""
+
+    @property
+    def num_free_slots(self) -> int:
+        """Free token positions."""
+
+
+class Crowd:
+    """Random sessions that come, draft at random, and go; most of them in common steps."""
+
+    def __init__(self, engine: Soaked, seed: int) -> None:
+        self._engine = engine
+        self._rng = random.Random(seed)
+        self._lengths: dict[int, int] = {}
+        self._roots: dict[int, int] = {}
+        self._num_opened = 0
+
+    def run(self, num_rounds: int) -> None:
+        """Run until so many trees were scored, then let all sessions go."""
+        scored = 0
+        while scored < num_rounds:
+            if len(self._lengths) < MOST_SESSIONS and (not self._lengths or self._rng.random() < 0.3):
+                self._open()
+            for session in [each for each in self._lengths if self._is_over(each)]:
+                self._release(session)
+            scored += self._score()
+        for session in tuple(self._lengths):
+            self._release(session)
+
+    def _open(self) -> None:
+        self._num_opened += 1
+        prompt = tuple(self._rng.randrange(3, 6) for _ in range(self._rng.randrange(2, 40)))
+        try:
+            num_known = self._engine.open(self._num_opened, prompt, Sampling())
+        except KvExhausted:
+            return
+        (posterior,) = self._engine.step([PrefillChunk(self._num_opened, prompt[num_known:], last=True)])
+        self._lengths[self._num_opened], self._roots[self._num_opened] = len(prompt), posterior.token_ids[0]
+
+    def _score(self) -> int:
+        chosen = [session for session in self._lengths if self._rng.random() < 0.7]
+        work = [Scoring(session, self._tree(self._roots[session])) for session in chosen]
+        if not work:
+            return 0
+        try:
+            posteriors = self._engine.step(work)
+        except KvExhausted as error:
+            self._release(error.session)
+            return 0
+        for item, posterior in zip(work, posteriors, strict=True):
+            acceptance = accept(item.tree, posterior.token_ids)
+            self._engine.keep(item.session, acceptance)
+            self._roots[item.session] = acceptance.token_ids(item.tree)[-1]
+            self._lengths[item.session] += len(acceptance.nodes)
+        return len(work)
+
+    def _tree(self, root: int) -> DraftTree:
+        num_nodes = self._rng.randrange(9)
+        token_ids = (root, *(self._rng.randrange(3, VOCABULARY_SIZE) for _ in range(num_nodes)))
+        return DraftTree(token_ids, (-1, *(self._rng.randrange(node) for node in range(1, num_nodes + 1))))
+
+    def _is_over(self, session: int) -> bool:
+        return self._lengths[session] > LONGEST_SEQUENCE or self._rng.random() < 0.04
+
+    def _release(self, session: int) -> None:
+        self._engine.release(session)
+        del self._lengths[session], self._roots[session]
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model."""
+    return save_tiny_model(tmp_path_factory.mktemp("soak"), "llama")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page_size", [1, 8])
+@pytest.mark.parametrize("kind", ["simulated", "transformers"])
+def test_pages_and_memory_are_at_the_baseline_after_the_rounds(kind: str, page_size: int, tiny_llama: Path) -> None:
+    """Every page is free again, no session is left, and the process is as large as after the first rounds."""
+    engine: Soaked
+    if kind == "simulated":
+        engine = SimulatedTarget(SimulatedModel(), max_tree_nodes=16, kv_tokens=KV_TOKENS, kv_page_size=page_size)
+    else:
+        engine = TransformersTarget.load(tiny_llama, max_tree_nodes=16, kv_tokens=KV_TOKENS, kv_page_size=page_size)
+    crowd = Crowd(engine, page_size)
+    crowd.run(max(200, NUM_ROUNDS // 20))
+    before = resident_bytes()
+    crowd.run(NUM_ROUNDS)
+    assert engine.num_sessions == 0
+    assert engine.num_free_slots == KV_TOKENS // page_size * page_size
+    assert resident_bytes() - before < GROWTH_BYTES
