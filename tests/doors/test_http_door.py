@@ -393,7 +393,7 @@ async def test_deadline_of_a_request_holds() -> None:
 
         for nonsense in ("soon", "0", "-1", "nan", "inf", "86401"):
             assert error_of(await ask(nonsense), 400)["param"] == "x-deadline-seconds"
-        assert (await ask(20, max_tokens=100)).status_code == 200
+        assert (await ask(20, max_tokens=300)).status_code == 200
         error = error_of(await ask(0.5), 504)
         assert error["message"] == "the request had not ended at its x-deadline-seconds"
         await eventually(lambda: stack.num_sessions == (0, 0))
@@ -401,10 +401,10 @@ async def test_deadline_of_a_request_holds() -> None:
         assert len(events) > 2
         assert json.loads(events[-1])["error"]["code"] == "deadline_exceeded"
         await eventually(lambda: stack.num_sessions == (0, 0))
-        running = asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "go on", "max_tokens": 100, "ignore_eos": True}))
+        running = asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "go on", "max_tokens": 300, "ignore_eos": True}))
         await eventually(lambda: stack.num_sessions == (1, 1))
-        refused = await ask(0.001, max_tokens=1)
-        assert "s of waiting are ahead, the deadline is in 0.0 s" in error_of(refused, 429)["message"]
+        refused = await ask(0.4, max_tokens=1)
+        assert "s of waiting are ahead, the deadline is in 0." in error_of(refused, 429)["message"]
         assert (await running).status_code == 200
 
 
