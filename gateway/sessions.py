@@ -13,13 +13,13 @@ from typing import TypeVar
 import grpc
 import stamina
 
-from gateway.costs import TargetCosts
 from gateway.features import FeatureLog, FeaturesGone, num_positions
 from treewire import wire
 from treewire.core.build import BuiltTree
 from treewire.core.sampling import Sampling
 from treewire.core.structure import Structure
 from treewire.core.tree import Commit, Marginals
+from treewire.costs import TargetCosts
 from treewire.errors import (
     DeadlineExceeded,
     InternalError,

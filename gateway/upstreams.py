@@ -11,7 +11,6 @@ from functools import partial
 import grpc
 import stamina
 
-from gateway.costs import TargetCosts
 from gateway.failover import FailoverPatience, Reason, ResilientVerifySession
 from gateway.features import FeatureLog, FeaturesGone
 from gateway.replicas import Replica, Replicas
@@ -28,6 +27,7 @@ from gateway.sessions import (
 )
 from treewire import wire
 from treewire.core.hybrid import MAX_DRAWN_TOKENS
+from treewire.costs import TargetCosts
 from treewire.errors import Incompatible, Unavailable, from_rpc_error
 from treewire.runtime.calls import Call, Trace
 from treewire.runtime.logging import get_logger
