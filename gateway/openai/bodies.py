@@ -87,6 +87,8 @@ class GenerationBody(Body):
     return_token_ids: bool | None = Field(None, description="vLLM's: token_ids in each choice.")
     budget: Count | None = Field(None, description="treewire's: nodes of each draft tree; 0 turns drafting off.")
     width: Count | None = Field(None, description="treewire's: tokens at each depth of a tree; 1 drafts chains.")
+    accept: Literal["shared_noise", "hybrid"] | None = Field(None, description="treewire's: the rule of acceptance.")
+    hybrid_width: Count | None = Field(None, description="treewire's: children of a node under hybrid acceptance.")
 
     user: str | None = Field(None, description="Taken, has no effect.")
     metadata: dict[str, JsonValue] | None = Field(None, description="Taken, has no effect.")

@@ -16,7 +16,7 @@ from gateway.openai.bodies import (
     JsonSchemaFormat,
 )
 from treewire.errors import InvalidRequest, TreewireError
-from treewire.types import Message, Request, Sampling
+from treewire.types import Acceptance, Message, Request, Sampling
 
 _SAMPLING = (
     "temperature",
@@ -135,6 +135,8 @@ def _request(
         ignore_end=bool(body.ignore_eos),
         budget=body.budget,
         width=body.width,
+        accept=None if body.accept is None else Acceptance(body.accept),
+        hybrid_width=body.hybrid_width,
         num_log_probs=num_log_probs,
         n=body.n,
     )

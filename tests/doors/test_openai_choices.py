@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Annotated, Any, Literal
 
 import openai
@@ -12,7 +13,7 @@ import pytest
 from tests.doors.test_openai_client import MESSAGES, MODEL, async_client, rig, streamed_chat, text_of
 from tests.system.local_stack import local_stack
 from treewire import Sampling
-from treewire.types import Generation
+from treewire.types import Acceptance, Generation
 from treewire.vocabulary import SIMULATED_SPECIAL_TOKENS
 
 SEED = 2**64 - 2
@@ -119,6 +120,9 @@ async def test_log_probs_end_with_the_stop_string() -> None:
         ({"n": 17}, "n"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"extra_body": {"accept": "caller"}}, "accept"),
+        ({"extra_body": {"hybrid_width": 2}}, "hybrid_width"),
+        ({"extra_body": {"accept": "hybrid", "hybrid_width": 99}}, "hybrid_width"),
     ],
 )
 async def test_what_is_out_of_range_is_refused_by_name(body: Any, param: str) -> None:
@@ -143,25 +147,56 @@ async def test_refusal_of_one_choice_has_its_status() -> None:
 
 
 def test_synchronous_client() -> None:
-    """Choices and log-probs through the client's synchronous half."""
+    """Choices, log-probs, stop, seed and structured output through the client's synchronous half, chat and completions."""
 
-    def talk(url: str) -> tuple[Any, list[Any]]:
+    def talk(url: str) -> Any:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             options: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 10, "n": 2, "logprobs": True, "seed": 3}
             chat = client.chat.completions.create(**options)
-            return chat, list(client.chat.completions.create(stream=True, **options))
+            chunks = list(client.chat.completions.create(stream=True, **options))
+            schema: Any = {"type": "object", "properties": {"kind": {"enum": ["oak", "ash"]}}, "required": ["kind"]}
+            wanted: Any = {"type": "json_schema", "json_schema": {"name": "tree", "schema": schema}}
+            held: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 60, "response_format": wanted}
+            whole = client.chat.completions.create(**held)
+            pieces = list(client.chat.completions.create(stream=True, **held))
+            prompt: Any = {"model": MODEL, "prompt": "go on", "max_tokens": 30, "logprobs": 1, "n": 2, **EXTRA}
+            free = client.completions.create(**prompt)
+            stop = free.choices[0].text[3:5]
+            stopped = client.completions.create(stop=stop, **prompt)
+            return chat, chunks, whole, pieces, free.choices[0].text, stop, stopped.choices[0].text
 
-    async def main() -> tuple[Any, list[Any]]:
+    async def main() -> Any:
         async with local_stack(http_bind="127.0.0.1:0") as stack, async_client(stack):
             return await asyncio.to_thread(talk, stack.http_url)
 
-    chat, chunks = asyncio.run(main())
+    chat, chunks, whole, pieces, free, stop, stopped = asyncio.run(main())
     for choice in chat.choices:
         own = [chunk for chunk in chunks if chunk.choices[0].index == choice.index]
         assert text_of(own) == choice.message.content != ""
         assert sum(len(chunk.choices[0].logprobs.content) for chunk in own if chunk.choices[0].logprobs) == len(
             choice.logprobs.content
         )
+    assert json.loads(whole.choices[0].message.content)["kind"] in ("oak", "ash")
+    assert text_of(pieces) == whole.choices[0].message.content
+    assert stopped == free[: free.index(stop)]
+
+
+async def test_rule_of_acceptance_is_chosen_over_http() -> None:
+    """`accept` and `hybrid_width` mean what they mean over gRPC: at temperature 0 every rule gives the same text."""
+    async with rig() as (stack, client):
+        options: Any = {"model": MODEL, "prompt": "go on", "max_tokens": 30, "temperature": 0.0}
+        texts = [
+            (await client.completions.create(extra_body={"ignore_eos": True, **extra}, **options)).choices[0].text
+            for extra in ({}, {"accept": "shared_noise"}, {"accept": "hybrid"}, {"accept": "hybrid", "hybrid_width": 1})
+        ]
+        async with stack.client() as own:
+            sampling = Sampling(temperature=1.0, seed=5)
+            given: Any = {"sampling": sampling, "max_tokens": 20, "ignore_end": True, "accept": Acceptance.HYBRID}
+            expected = await own.generate(text="go on", **given)
+        drawn: Any = {**options, "max_tokens": 20, "temperature": 1.0, "seed": 5}
+        answered = await client.completions.create(extra_body={"ignore_eos": True, "accept": "hybrid"}, **drawn)
+    assert len(set(texts)) == 1
+    assert answered.choices[0].text == expected.text
 
 
 async def test_response_format_holds_answers_to_json() -> None:
