@@ -7,19 +7,20 @@ PROTO_OUT ?= .
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 .DEFAULT_GOAL := help
 
-.PHONY: help install demo test test-browser chromium test-sglang gpu-check gpu-check-sglang lint format proto conformance-reference compose-test bench peers simulator-check docs-benchmarks bench-micro bench-overhead bench-adaptive bench-split bench-memory soak bench-ablation docs-reference chaos load clean
+.PHONY: help install demo test test-browser chromium test-sglang gpu-check gpu-check-sglang lint format proto conformance-reference compose-test bench peers simulator-check docs-benchmarks bench-micro bench-overhead bench-adaptive bench-split bench-memory soak soak-sessions bench-ablation docs-reference chaos load clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed ## set up .venv with everything, developer tools included
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt constraints-xgrammar.txt
 	@command -v $(PYTHON) >/dev/null || { echo "python 3.11 or newer is needed: set PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit("python %d.%d is too old, treewire needs 3.11" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@echo "setting up $(VENV); PyTorch is the large part of it"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(PIP) install --quiet --no-deps --requirement constraints-xgrammar.txt
 	@touch $@
 
 .venv-proto/.installed: protos/requirements.txt
@@ -88,11 +89,18 @@ proto: .venv-proto/.installed ## generate treewire/v1 from protos/ with the olde
 	@PATH="$(CURDIR)/.venv-proto/bin:$$PATH" python -m grpc_tools.protoc -Iprotos --python_out=$(PROTO_OUT) --grpc_python_out=$(PROTO_OUT) \
 		--mypy_out=quiet:$(PROTO_OUT) --mypy_grpc_out=quiet:$(PROTO_OUT) protos/treewire/v1/*.proto
 
-compose-test: install ## bring the compose stack up on a Docker engine, stream through it, take it down
-	$(BIN)/python tests/compose/stack_check.py
+compose-test: install ## bring the compose stack up on a Docker engine, stream through it, kill, pause, restart and cut off its containers
+	$(BIN)/python -m tests.compose.stack_check --json benchmarks/results/compose.json --log benchmarks/results/compose_log.txt
 
-chaos: install ## kill, stop and restart processes under load for 15 minutes, compare every output
-	$(BIN)/python -m tests.chaos.chaos --generations 2000 --soak-seconds 900 --json benchmarks/results/chaos.json
+chaos: install ## kill, stop and restart processes under load, simulated and real engines, and compare every output
+	$(BIN)/python -m tests.chaos.chaos --generations 2000 --json benchmarks/results/chaos.json
+	$(BIN)/python -m tests.chaos.chaos --target smollm2-135m --generations 50 --concurrency 4 --distinct 10 --verify 2 --draft 1 \
+		--mean-pause-seconds 5 --json benchmarks/results/chaos_real.json
+
+SOAK_SECONDS ?= 900
+soak: install ## the same for 15 minutes (SOAK_SECONDS) with light load; resident memory must stay flat
+	$(BIN)/python -m tests.chaos.chaos --soak-seconds $(SOAK_SECONDS) --generations 100 --concurrency 6 --step-seconds 0.05 \
+		--mean-pause-seconds 10 --spared gateway,verify,draft --json benchmarks/results/soak.json
 
 load: install ## 1,000 streams at one gateway that runs 256 at once
 	$(BIN)/python -m benchmarks.load --json benchmarks/results/load.json
@@ -133,7 +141,7 @@ bench-split: install ## the price of the split: three processes beside one, on t
 bench-memory: install ## resident memory of each service, with 256 streams open
 	$(BIN)/python -m benchmarks.memory --json benchmarks/results/memory.json
 
-soak: install ## 20,000 rounds of random sessions; pages and memory must be back at the baseline
+soak-sessions: install ## 20,000 rounds of random sessions; pages and memory must be back at the baseline
 	TREEWIRE_SOAK_ROUNDS=20000 $(BIN)/python -m pytest tests/engines/test_soak.py
 
 bench-ablation: install ## tokens a round by tree, acceptance rule and temperature; MODEL, DRAFTER

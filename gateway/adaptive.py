@@ -7,16 +7,15 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol, Self
 
-from gateway.costs import Average, TargetCosts
 from gateway.policy import TreePolicy
 from gateway.requests import GenerationRequest
 from treewire.core.build import BuiltTree
 from treewire.core.speculation import RoundCosts, Speculation
 from treewire.core.tree import Commit, Marginals
+from treewire.costs import LONGEST_DRAFT, Average, TargetCosts
 from treewire.v1 import verify_pb2
 
 _MOST_TEMPERATURES = 20  # told apart, a tenth each
-LONGEST_DRAFT = 4.0  # times the mean: a longer one was held up by something that is not its price
 
 
 class ScoredVerifying(Protocol):

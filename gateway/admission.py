@@ -125,21 +125,26 @@ class Admission:
         if waiter.done() and not waiter.cancelled():
             self._leave()
             return
+        self._withdraw_from_queue(key, waiter)
+
+    def _withdraw_from_queue(self, key: str, waiter: _Waiter) -> None:
         self._waiting[key].remove(waiter)
         self._num_queued -= 1
         if not self._waiting[key]:
             del self._waiting[key]
 
     def _leave(self) -> None:
-        """Give the place to the first who waits of the next key, or free it."""
-        if not self._waiting:
+        """Give the place to the first who waits of the next key, or free it. One that has just given up is passed over."""
+        waiting = ((key, waiter) for key, waiters in self._waiting.items() for waiter in waiters if not waiter.done())
+        following = next(waiting, None)
+        if following is None:
             self._num_running -= 1
             return
-        key, waiters = self._waiting.popitem(last=False)
-        waiters.popleft().set_result(None)
-        self._num_queued -= 1
-        if waiters:
-            self._waiting[key] = waiters  # behind the other keys
+        key, waiter = following
+        waiter.set_result(None)
+        self._withdraw_from_queue(key, waiter)
+        if key in self._waiting:
+            self._waiting.move_to_end(key)  # behind the other keys
 
     def _observe(self, seconds: float) -> None:
         mean_seconds = seconds if self._mean_seconds is None else self._mean_seconds

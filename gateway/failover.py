@@ -10,12 +10,12 @@ from enum import Enum
 
 import stamina
 
-from gateway.costs import TargetCosts
 from gateway.replicas import Replica, Replicas
 from gateway.sessions import SessionRequest, VerifySession
 from treewire import wire
 from treewire.core.build import BuiltTree
 from treewire.core.tree import Commit
+from treewire.costs import TargetCosts
 from treewire.errors import DeadlineExceeded, InternalError, Overloaded, Unavailable
 from treewire.runtime.logging import get_logger
 from treewire.v1 import verify_pb2

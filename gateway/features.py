@@ -29,6 +29,13 @@ class FeatureLog:
         self.first_position = 0
         self.stop = 0
 
+    def copy(self) -> FeatureLog:
+        """A log that goes on by itself from what this one has."""
+        copied = FeatureLog(self._max_bytes)
+        copied._messages, copied._num_bytes = self._messages.copy(), self._num_bytes
+        copied.first_position, copied.stop = self.first_position, self.stop
+        return copied
+
     def append(self, message: tree_pb2.Features) -> None:
         """Keep the next positions' features. Those of a target that starts anew begin at 0; what is known already is skipped.
 

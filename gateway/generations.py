@@ -11,12 +11,14 @@ from typing import TypeAlias, TypeVar
 
 from gateway.adaptive import AdaptiveBudget, Learned
 from gateway.admission import Admission
+from gateway.features import FeatureLog
 from gateway.generation import Policy, generate
 from gateway.merging import merged
 from gateway.policy import BranchWeights, HybridPolicy, TreePolicy
 from gateway.quotas import Quotas
 from gateway.requests import GenerationRequest, RequestLimits, parse
 from gateway.rounds import RoundRecord, Rounds
+from gateway.sessions import SessionRequest
 from gateway.stopping import Emission, FinishReason, Stopping
 from gateway.tokenization import Tokenization
 from gateway.upstreams import Upstreams
@@ -81,6 +83,20 @@ class Finished:
 Event: TypeAlias = Started | Advanced | Finished
 
 
+class _Prefill:
+    """The prompt of a request on its way through the target: computed for the first generation, found there by the others."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.features: FeatureLog | None = None
+
+    def end(self, session: SessionRequest) -> None:
+        """The session has its first token; what it was told of the prompt is kept. Later calls change nothing."""
+        if not self.ended.is_set():
+            self.features = None if session.features is None else session.features.copy()
+            self.ended.set()
+
+
 class Generations:
     """Runs generations for callers, over whichever door they came."""
 
@@ -114,17 +130,26 @@ class Generations:
         return await self.tokenized(lambda tokenization: parse(message, tokenization, limits))
 
     def run_all(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
-        """The generations that the request asks for, their events told apart by `index`; Started comes once."""
-        return merged([self.run(generation) for generation in request.generations()])
+        """The generations that the request asks for, their events told apart by `index`; Started comes once.
 
-    async def run(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
-        """One generation: Started if it is the first, Advanced as often as tokens come, Finished. Leaving early ends it."""
+        The first computes the prompt; the others begin when it has, and find the prompt's keys and values in the target.
+        """
+        prefill = _Prefill()
+        return merged([self._run(generation, prefill) for generation in request.generations()])
+
+    async def _run(self, request: GenerationRequest, prefill: _Prefill) -> AsyncGenerator[Event, None]:
+        """One generation: Started if it is the first, Advanced as often as tokens come, Finished. Leaving early ends it.
+
+        The first one ends `prefill` with its first tokens; the others wait for that, each in its place.
+        """
         async with AsyncExitStack() as stack:
             tracer = stack.enter_context(self._tracing.generation(current_call(), self.serving.model))
             stack.enter_context(self._quotas.use(current_call().caller))
             with tracer.span("admission"):
                 call = current_call()
                 await stack.enter_async_context(self._admission.place(call.key, call.remaining_seconds))
+                if request.index > 0:
+                    await prefill.ended.wait()
             rounds = Rounds(tracer)
             if request.index == 0:
                 yield self._started(request)
@@ -133,7 +158,10 @@ class Generations:
             if resumed.finish_reason is not None:
                 yield _finished(request, rounds, resumed, resumed.finish_reason)
                 return
-            async for emission in await stack.enter_async_context(aclosing(self._emissions(request, stopping, rounds))):
+            session = self._session_request(request, rounds, prefill)
+            emissions = self._emissions(request, session, stopping, rounds)
+            async for emission in await stack.enter_async_context(aclosing(emissions)):
+                prefill.end(session)
                 record = rounds.emitted(emission)
                 self._count(record, emission)
                 yield Advanced(emission, record, request.index)
@@ -143,10 +171,19 @@ class Generations:
                     self._tell(finished)
                     yield finished
 
-    def _emissions(self, request: GenerationRequest, stopping: Stopping, rounds: Rounds) -> AsyncGenerator[Emission, None]:
+    def _session_request(self, request: GenerationRequest, rounds: Rounds, prefill: _Prefill) -> SessionRequest:
+        return self.serving.upstreams.session_request(
+            request,
+            current_call(),
+            rounds.trace,
+            noise_weight=self.serving.weights.noise,
+            prompt_features=prefill.features,
+        )
+
+    def _emissions(
+        self, request: GenerationRequest, session: SessionRequest, stopping: Stopping, rounds: Rounds
+    ) -> AsyncGenerator[Emission, None]:
         upstreams = self.serving.upstreams
-        noise_weight = self.serving.weights.noise
-        session = upstreams.session_request(request, current_call(), rounds.trace, noise_weight=noise_weight)
         verifying = upstreams.verify_session(session)
         drafting = upstreams.draft_session(
             session,

@@ -10,6 +10,7 @@ from gateway.tokenization import Tokenization
 from treewire import wire
 from treewire.core.noise import MAX_SEED
 from treewire.core.sampling import Sampling
+from treewire.core.structure import Structure
 from treewire.errors import InvalidRequest, Unsupported
 from treewire.runtime.calls import CallerLimits
 from treewire.v1 import generate_pb2, tree_pb2
@@ -20,8 +21,8 @@ _MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARACTERS = 256
 _MAX_STOP_TOKENS = 64
 _MAX_HYBRID_WIDTH = 16
-_MAX_LOG_PROBS = 20
-_MAX_GENERATIONS = 16
+MAX_LOG_PROBS = 20
+MAX_GENERATIONS = 16
 DEFAULT_HYBRID_WIDTH = 3
 
 
@@ -72,6 +73,7 @@ class GenerationRequest:
     accept: tree_pb2.Acceptance.ValueType = tree_pb2.ACCEPTANCE_SHARED_NOISE
     hybrid_width: int = DEFAULT_HYBRID_WIDTH
     num_log_probs: int | None = None
+    structure: Structure | None = None
     index: int = 0
     num_generations: int = 1
     adapts: bool = False
@@ -112,9 +114,10 @@ def parse(message: generate_pb2.GenerateRequest, tokenization: Tokenization, lim
         include_rounds=message.include_rounds,
         accept=message.accept or tree_pb2.ACCEPTANCE_SHARED_NOISE,
         hybrid_width=_in_range(message, "hybrid_width", DEFAULT_HYBRID_WIDTH, 1, _MAX_HYBRID_WIDTH),
-        num_log_probs=_in_range(message, "num_log_probs", 0, 0, _MAX_LOG_PROBS) if message.HasField("num_log_probs") else None,
-        num_generations=_in_range(message, "n", 1, 1, _MAX_GENERATIONS),
+        num_log_probs=_in_range(message, "num_log_probs", 0, 0, MAX_LOG_PROBS) if message.HasField("num_log_probs") else None,
+        num_generations=_in_range(message, "n", 1, 1, MAX_GENERATIONS),
         delivered=delivered,
+        structure=wire.structure_from_message(message),
     )
 
 
@@ -130,7 +133,10 @@ def _refuse_unsupported(message: generate_pb2.GenerateRequest) -> None:
     if message.HasField("num_prompt_log_probs"):
         raise _unsupported("num_prompt_log_probs", "the logits of a prompt are computed for its last token alone")
     if structure := message.WhichOneof("structure"):
-        raise _unsupported(structure, "this gateway does not hold generations to a structure")
+        if message.ignore_end:
+            raise _unsupported("ignore_end", f"what must match a {structure} ends where that ends")
+        if message.sampling.min_tokens:
+            raise _unsupported("min_tokens", f"what must match a {structure} ends where that ends")
     if message.HasField("hybrid_width") and message.accept != tree_pb2.ACCEPTANCE_HYBRID:
         raise _invalid("hybrid_width", message.hybrid_width, "it goes with ACCEPTANCE_HYBRID")
 
@@ -218,8 +224,9 @@ def _stop_strings(message: generate_pb2.GenerateRequest) -> tuple[str, ...]:
 
 def _adapts(message: generate_pb2.GenerateRequest, sampling: Sampling, limits: RequestLimits) -> bool:
     """True if the budget is chosen in each round. Never under hybrid acceptance: its law holds only if the value of a drawn
-    token does not decide the tree's shape, and that value is part of what a tree promises."""
-    if message.HasField("budget") or limits.adaptive_budget == 0:
+    token does not decide the tree's shape, and that value is part of what a tree promises. Nor for structured output: what a
+    drafter's probabilities are worth there says nothing of free text, and nodes that the structure forbids cost nothing."""
+    if message.HasField("budget") or limits.adaptive_budget == 0 or message.WhichOneof("structure") is not None:
         return False
     return sampling.is_greedy or message.accept != tree_pb2.ACCEPTANCE_HYBRID
 

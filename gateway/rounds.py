@@ -182,8 +182,11 @@ class _RecordedVerifying:
     async def verify(self, built: BuiltTree) -> Commit:
         with self._rounds.stage("verify"):
             commit = await self._inner.verify(built)
+        scored = self._inner.scored
+        if scored is not None:
+            built = built.grafted(scored.grafted_token_ids, scored.grafted_parents)
         self._rounds.current.built, self._rounds.current.commit = built, commit
-        self._rounds.current.scored = scored = self._inner.scored
+        self._rounds.current.scored = scored
         parts = dict(self._inner.host_seconds)
         if scored is not None:
             parts |= {"step": scored.step_seconds, **{f"service_{name}": each for name, each in scored.stage_seconds.items()}}

@@ -13,12 +13,13 @@ from typing import TypeVar
 import grpc
 import stamina
 
-from gateway.costs import TargetCosts
 from gateway.features import FeatureLog, FeaturesGone, num_positions
 from treewire import wire
 from treewire.core.build import BuiltTree
 from treewire.core.sampling import Sampling
+from treewire.core.structure import Structure
 from treewire.core.tree import Commit, Marginals
+from treewire.costs import TargetCosts
 from treewire.errors import (
     DeadlineExceeded,
     InternalError,
@@ -47,7 +48,7 @@ class SessionRequest:
     The last `num_output_tokens` of the prompt count as output. With `num_log_probs` the target tells the log-prob of each
     committed token, and so many of the likeliest tokens. `features` is where the target's context features go, and the
     drafter's come from; None if the drafter reads none. `takes_conditional` tells whether trees are built from the rows of
-    prefixes too.
+    prefixes too. The output matches `structure`, if there is one.
     """
 
     prompt: tuple[int, ...]
@@ -61,6 +62,7 @@ class SessionRequest:
     num_output_tokens: int = 0
     features: FeatureLog | None = None
     trace: Trace | None = None
+    structure: Structure | None = None
 
     @property
     def metadata(self) -> Metadata:
@@ -164,10 +166,12 @@ async def verify_session(
             prompt_token_ids=wire.token_ids_to_bytes(request.prompt),
             sampling=wire.sampling_to_message(request.sampling),
             features=request.features is not None,
+            first_feature_position=0 if request.features is None else min(request.features.stop, len(request.prompt)),
             accept=request.accept,
             num_log_probs=request.num_log_probs,
             num_output_tokens=request.num_output_tokens,
         )
+        wire.set_structure(opening, request.structure)
         async with _deadline(prefill_timeout_seconds, "open"):
             await _write(call, verify_pb2.VerifyRequest(open=opening), "verify")
             limits = (await _read(call, "verify")).accepted_open

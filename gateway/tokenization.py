@@ -13,13 +13,14 @@ from typing import NoReturn, Protocol
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer
 
 from treewire.vocabulary import (
     SIMULATED_END_TOKEN_ID,
-    byte_characters,
+    WORD_BOUNDARY,
     load_tokenizer,
     simulated_tokenizer,
+    token_bytes,
     vocabulary_hash,
 )
 
@@ -30,7 +31,6 @@ _SIMULATED_CHAT_TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}<|turn|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant<|turn|>{% endif %}"
 )
-_WORD_BOUNDARY = "\N{LOWER ONE EIGHTH BLOCK}"  # what tokenizers that are not byte-level write for a space
 _DEFAULT_TEMPLATE_NAME = "default"
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _TEMPLATE_FAILURES = (jinja2.TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
@@ -180,7 +180,16 @@ class Tokenization:
         if self._token_bytes is not None and token_id in self._token_bytes:
             return self._token_bytes[token_id].decode("utf-8", errors="backslashreplace")
         token: str | None = self.tokenizer.id_to_token(token_id)
-        return f"<{token_id}>" if token is None else token.replace(_WORD_BOUNDARY, " ")
+        return f"<{token_id}>" if token is None else token.replace(WORD_BOUNDARY, " ")
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one token, those of a special token's name included; none for an id without a token."""
+        if self._token_bytes is not None:
+            return self._token_bytes.get(token_id, b"")
+        token: str = self.tokenizer.id_to_token(token_id) or ""
+        if token_id in self._byte_ids:
+            return bytes([int(token[3:5], 16)])
+        return token.replace(WORD_BOUNDARY, " ").encode("utf-8")
 
     def decoder(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A detokenizer for one generation."""
@@ -213,23 +222,12 @@ class Tokenization:
     @cached_property
     def _token_bytes(self) -> Mapping[int, bytes] | None:
         """The bytes of every id; None if the tokenizer is not byte-level."""
-        if not isinstance(self.tokenizer.decoder, decoders.ByteLevel):
-            return None
-        byte_of = {character: byte for byte, character in enumerate(byte_characters())}
-        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
-        return {token_id: _bytes_of(token, byte_of) for token, token_id in vocabulary.items()}
+        return token_bytes(self.tokenizer)
 
     @cached_property
     def _audible_bytes(self) -> Mapping[int, bytes]:
         """The bytes of every id that is not special."""
         return {token_id: text for token_id, text in (self._token_bytes or {}).items() if token_id not in self._special_ids}
-
-
-def _bytes_of(token: str, byte_of: Mapping[str, int]) -> bytes:
-    """The bytes a token stands for; one with a character that stands for no byte was added as plain text."""
-    if any(character not in byte_of for character in token):
-        return token.encode("utf-8")
-    return bytes(byte_of[character] for character in token)
 
 
 def _template_environment() -> ImmutableSandboxedEnvironment:

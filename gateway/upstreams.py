@@ -11,7 +11,6 @@ from functools import partial
 import grpc
 import stamina
 
-from gateway.costs import TargetCosts
 from gateway.failover import FailoverPatience, Reason, ResilientVerifySession
 from gateway.features import FeatureLog, FeaturesGone
 from gateway.replicas import Replica, Replicas
@@ -28,6 +27,7 @@ from gateway.sessions import (
 )
 from treewire import wire
 from treewire.core.hybrid import MAX_DRAWN_TOKENS
+from treewire.costs import TargetCosts
 from treewire.errors import Incompatible, Unavailable, from_rpc_error
 from treewire.runtime.calls import Call, Trace
 from treewire.runtime.logging import get_logger
@@ -86,11 +86,18 @@ class Upstreams:
         return self._patience.horizon
 
     def session_request(
-        self, request: GenerationRequest, call: Call, trace: Trace | None, *, noise_weight: float
+        self,
+        request: GenerationRequest,
+        call: Call,
+        trace: Trace | None,
+        *,
+        noise_weight: float,
+        prompt_features: FeatureLog | None = None,
     ) -> SessionRequest:
         """What both services are told of a generation whose trees give the shared noise this weight. Context features are
-        asked for if the drafter, when last met, reads them."""
+        asked for if the drafter, when last met, reads them; those of the prompt may be known from another generation."""
         wants_features = self._drafter_reads_features and request.budget > 0 and self.target.feature_size > 0
+        features = FeatureLog(self._patience.feature_bytes) if prompt_features is None else prompt_features.copy()
         return SessionRequest(
             request.prompt,
             request.sampling,
@@ -102,7 +109,8 @@ class Upstreams:
             takes_conditional=request.accept != tree_pb2.ACCEPTANCE_HYBRID or request.sampling.is_greedy,
             num_output_tokens=len(request.delivered),
             trace=trace,
-            features=FeatureLog(self._patience.feature_bytes) if wants_features else None,
+            structure=request.structure,
+            features=features if wants_features else None,
         )
 
     async def meet_drafter(self) -> None:

@@ -183,6 +183,13 @@ def generate(
     log_probs: Annotated[
         int | None, typer.Option(help="With --json: log-probabilities, and this many of the likeliest.")
     ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that the answer must match.", exists=True, dir_okay=False)
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Regular expression that the answer must match.")] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="File with a grammar in GBNF that the answer must match.", exists=True, dir_okay=False)
+    ] = None,
     system: _System = None,
     raw: _Raw = False,
     deadline: _Deadline = None,
@@ -205,6 +212,7 @@ def generate(
     )
     options = Options(sampling=sampling, max_tokens=max_tokens, stop=stop or (), budget=budget, width=width)
     options["accept"], options["num_log_probs"], options["deadline_seconds"] = accept, log_probs, deadline
+    options["json_schema"], options["regex"], options["grammar"] = _text_of(json_schema), regex, _text_of(grammar)
     said = _said(prompt, system, options, raw=raw)
     with _failures_told(), Client(address, token=token) as client, client.stream(said, **options) as stream:
         for event in stream:
@@ -238,6 +246,14 @@ def calibrate(
     text = to_toml(weights, num_choices=len(choices))
     output.write_text(text, encoding="utf-8")
     _write(text)
+
+
+def _text_of(path: Path | None) -> str | None:
+    """What a file says; None of none."""
+    if path is None:
+        return None
+    with _opened(path, "r") as file:
+        return file.read()
 
 
 def _biases(pairs: list[str]) -> dict[int, float]:

@@ -57,7 +57,7 @@ _RETRIES = {
         }
     ]
 }
-_LOOPBACK_HOSTS = ("127.", "localhost:", "[::1]:", "unix:")
+_LOOPBACK_HOSTS = ("127.", "localhost:", "[::1]:", "unix:", "ipv4:127.", "ipv6:[::1]:")
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,10 @@ class _Calls:
         failure = self.transcript.failure(error)
         self._num_failures += 1
         if not (self._may_resume and isinstance(failure, Unavailable) and self._num_failures <= MAX_RESUMPTIONS):
-            raise failure from error
+            try:
+                raise failure from error
+            finally:
+                del failure, error  # else its traceback holds this frame, which holds it: the call would await the collector
         return min(FIRST_RESUMPTION_SECONDS * 2.0 ** (self._num_failures - 1), LONGEST_RESUMPTION_SECONDS)
 
 

@@ -106,10 +106,10 @@ class StackOptions:
     `target` and `drafter` are a model's name or path; a target may be "simulated", a drafter "ngram", "simulated", "none",
     "dflash" (the one that is shipped for the target), "auto" (that one, or "ngram" where none is shipped) or the directory
     of a drafter that reads the target's features. `port` is the gateway's, 0 takes any; `http_port` that of its HTTP door,
-    None has no such door. `budget` is the nodes of each draft tree, root excluded, `threads` the CPU threads of the target;
-    None leaves both to the services. `co_located` runs all three in one process, without a wire between them. `beam` is how many
-    prefixes the drafter guesses from at each depth, for drafters that have conditional rows; None is their default. `logs` is the
-    folder of the logs; None makes one, which is removed when the stack ends well.
+    None has no such door. `budget` is the nodes of each draft tree, root excluded, `threads` the CPU threads of the target,
+    None leaves both to the services. `co_located` runs all three in one process, without a wire between them. `beam` is how
+    many prefixes the drafter guesses from at each depth, for drafters that have conditional rows; None is their default. `logs`
+    is the folder of the logs; None makes one, which is removed when the stack ends well.
     """
 
     target: str = "smollm2-135m"

@@ -90,8 +90,9 @@ def statistics_facts(statistics: Statistics) -> Iterator[tuple[str, str]]:
     yield "lone roots", str(statistics.lone_roots)
     yield "tokens per second", f"{statistics.tokens_per_second:.1f}"
     yield "time to first token", f"{statistics.ttft_seconds * 1000:.0f} ms"
-    staged_seconds = sum(statistics.stage_seconds.values())
-    for stage, seconds in _in_order(statistics.stage_seconds):
+    stages = {stage: seconds for stage, seconds in statistics.stage_seconds.items() if "." not in stage}
+    staged_seconds = sum(stages.values())
+    for stage, seconds in _in_order(stages):
         share = seconds / staged_seconds if staged_seconds else 0.0
         yield f"stage {stage}", f"{seconds * 1000:.0f} ms, {share:.0%}"
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from treewire.errors import InvalidRequest
 from treewire.v1 import generate_pb2, tree_pb2
@@ -92,6 +93,9 @@ class Options(TypedDict, total=False):
     hybrid_width: int | None
     num_log_probs: int | None
     n: int | None
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
+    grammar: str | None
     deadline_seconds: float | None
     resume: bool
 
@@ -113,6 +117,8 @@ class Request:
     `accept` is the acceptance rule, `hybrid_width` the children of a node under HYBRID. With `num_log_probs` every token comes
     with its log-probability under the target's own distribution, and with so many of the likeliest tokens. `n` asks for
     independent generations of the same prompt with the seeds seed, seed + 1, ...; their events have an `index`.
+    The whole output matches `json_schema` (as text, or as an object), `regex` or `grammar` (GBNF, from its rule root), of which
+    one may be given; what is not finished within `max_tokens` is the beginning of such a text.
     `deadline_seconds` replaces the client's timeout for this call. With `resume` a generation whose gateway is lost goes on
     at the next one that answers, from the tokens delivered so far and with the same seed: the same tokens, none twice.
     """
@@ -134,6 +140,9 @@ class Request:
     hybrid_width: int | None = None
     num_log_probs: int | None = None
     n: int | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
     deadline_seconds: float | None = None
     resume: bool = False
 
@@ -146,6 +155,10 @@ class Request:
             raise InvalidRequest(f"system goes with prompt, given: {given[0]}")
         if self.resume and (self.n or 1) > 1:
             raise InvalidRequest(f"n is {self.n}, 1 goes with resume", metadata={"field": "n"})
+        structures = {"json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
+        given = [name for name, value in structures.items() if value is not None]
+        if len(given) > 1:
+            raise InvalidRequest(f"one of {', '.join(structures)} is taken, given: {', '.join(given)}")
         if isinstance(self.stop, str):
             raise InvalidRequest(f"stop is the string {self.stop!r}, a sequence of strings is taken: [{self.stop!r}]")
 
@@ -168,11 +181,20 @@ class Request:
                 num_log_probs=self.num_log_probs,
                 n=self.n,
             )
+            self._set_structure(message)
             if self.text is not None:
                 message.text = self.text
         except (ValueError, TypeError, struct.error) as error:
             raise InvalidRequest(f"the request cannot be sent: {error}") from error
         return message
+
+    def _set_structure(self, message: generate_pb2.GenerateRequest) -> None:
+        if self.json_schema is not None:
+            message.json_schema = self.json_schema if isinstance(self.json_schema, str) else json.dumps(self.json_schema)
+        if self.regex is not None:
+            message.regex = self.regex
+        if self.grammar is not None:
+            message.grammar = self.grammar
 
     def _chat(self) -> generate_pb2.Chat | None:
         messages = self.messages

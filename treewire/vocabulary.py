@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain, count, product
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 SIMULATED_SPECIAL_TOKENS = ("<|start|>", "<|turn|>", "<|end|>")
 SIMULATED_END_TOKEN_ID = SIMULATED_SPECIAL_TOKENS.index("<|end|>")
+WORD_BOUNDARY = "\N{LOWER ONE EIGHTH BLOCK}"
+"""What tokenizers that are not byte-level write for a space."""
 _NUM_BYTES = 256
 SMALLEST_SIMULATED_VOCABULARY = len(SIMULATED_SPECIAL_TOKENS) + _NUM_BYTES
 
@@ -74,6 +76,41 @@ def _pieces() -> Iterator[str]:
     made_up = (" " + "".join(syllables) for length in count(2) for syllables in product(_SYLLABLES, repeat=length))
     for piece in chain(_EMOJI_AND_ACCENTS.split(), _CJK, words, made_up):
         yield "".join(characters[byte] for byte in piece.encode("utf-8"))
+
+
+def token_bytes(tokenizer: Tokenizer) -> Mapping[int, bytes] | None:
+    """The bytes of every id, those of special tokens' names included; None if the tokenizer is not byte-level."""
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        return None
+    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    return {token_id: _bytes_of(token, byte_of) for token, token_id in vocabulary.items()}
+
+
+def spelled_bytes(tokenizer: Tokenizer) -> Mapping[int, bytes]:
+    """What every token that is not special adds to a text, in bytes. Raises ValueError if its tokens are no strings of bytes.
+
+    Taken are byte-level tokenizers and those with byte fallback; of the latter's first token a space before it counts.
+    """
+    special_ids = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    spelled = token_bytes(tokenizer)
+    if spelled is None:
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        bytes_of_names = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(_NUM_BYTES)}
+        if not bytes_of_names.keys() <= vocabulary.keys():
+            raise ValueError("the target's tokenizer is neither byte-level nor has it byte fallback")
+        spelled = {
+            token_id: bytes_of_names.get(token) or token.replace(WORD_BOUNDARY, " ").encode("utf-8")
+            for token, token_id in vocabulary.items()
+        }
+    return {token_id: text for token_id, text in spelled.items() if token_id not in special_ids}
+
+
+def _bytes_of(token: str, byte_of: Mapping[str, int]) -> bytes:
+    """The bytes a token stands for; one with a character that stands for no byte was added as plain text."""
+    if any(character not in byte_of for character in token):
+        return token.encode("utf-8")
+    return bytes(byte_of[character] for character in token)
 
 
 def byte_characters() -> tuple[str, ...]:

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treewire.core.sampling import Sampling
+from treewire.core.structure import Structure
 from treewire.core.tree import Commit, DraftTree, Draw, Marginals, TokenLogProbs
 from treewire.errors import Incompatible, InvalidRequest
-from treewire.v1 import tree_pb2
+from treewire.v1 import generate_pb2, tree_pb2, verify_pb2
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -274,6 +275,18 @@ def sampling_from_message(message: tree_pb2.Sampling, defaults: Sampling, *, voc
     if vocabulary_size is not None:
         _checked("sampling", lambda: sampling.check_vocabulary(vocabulary_size))
     return sampling
+
+
+def set_structure(message: verify_pb2.VerifyOpen, structure: Structure | None) -> None:
+    """Say in a message what the output must match, if it must match anything."""
+    if structure is not None:
+        setattr(message, structure.kind, structure.text)
+
+
+def structure_from_message(message: generate_pb2.GenerateRequest | verify_pb2.VerifyOpen) -> Structure | None:
+    """What the output must match; None if it need not match anything."""
+    kind = message.WhichOneof("structure")
+    return None if kind is None else _checked(kind, lambda: Structure(kind, getattr(message, kind)))
 
 
 def tensor_to_message(array: NDArray[np.float32]) -> tree_pb2.Tensor:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from treewire import __version__
 from treewire.core.budget import StepPrice
+from treewire.core.simulated import SimulatedModel
 from treewire.runtime.logging import configure_logging, get_logger
 from treewire.runtime.server import run, serve
 from treewire.runtime.settings import BadSettings, run_command
@@ -26,6 +27,8 @@ from verify_service.price import BATCH_SIZES, CachedMeasurement, Measure, PriceM
 from verify_service.settings import VerifySettings
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from verify_service.engines.sglang import StartedSglang
     from verify_service.engines.transformers.tensor_parallel import StartedTransformers
 
@@ -137,7 +140,6 @@ def _model_path(settings: VerifySettings) -> Path:
 
 
 def _simulated(settings: VerifySettings) -> TargetEngine:
-    from treewire.core.simulated import SimulatedModel
     from treewire.vocabulary import simulated_tokenizer, vocabulary_hash
     from verify_service.engines.simulated import SimulatedTarget
 
@@ -167,6 +169,16 @@ def _sglang(settings: VerifySettings) -> StartedSglang:
         **{field: getattr(settings, field) for field in _SGLANG_SETTINGS},
     )
     return StartedSglang(options, name, settings.threads or None)
+
+
+def tokenizer_of(settings: VerifySettings) -> Tokenizer:
+    """The target's tokenizer. Raises ValueError if it is not among the model's files."""
+    from treewire.vocabulary import load_tokenizer, simulated_tokenizer
+
+    if settings.engine == "simulated":
+        return simulated_tokenizer(SimulatedModel(seed=settings.simulated_seed).vocabulary_size)
+    name = settings.model_path or settings.model
+    return load_tokenizer(resolve(name, cache_dir=settings.cache_dir or default_cache_dir()))
 
 
 def price_measure(settings: VerifySettings) -> Measure:
@@ -201,7 +213,7 @@ def _cpu_model() -> str:
 async def main(settings: VerifySettings) -> int:
     """Serve until stopped; the exit code."""
     preparation = prepare(settings)
-    process = assemble(settings, preparation.load, price_measure(settings))
+    process = assemble(settings, preparation.load, price_measure(settings), partial(tokenizer_of, settings))
     preparation.watch(lambda reason: process.thread.post(partial(process.step.lose, reason)))
     async with process.thread:
         try:
@@ -214,6 +226,7 @@ async def main(settings: VerifySettings) -> int:
                 died=process.thread.died,
             )
         finally:
+            process.grammars.close()
             preparation.stop()
 
 

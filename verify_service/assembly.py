@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
+from tokenizers import Tokenizer
 
 from treewire.runtime.engine_thread import EngineThread
 from treewire.runtime.metrics import Metrics, VerifyMetrics
@@ -15,6 +16,8 @@ from verify_service.price import Measure, no_prices
 from verify_service.service import VerifyService
 from verify_service.settings import VerifySettings
 from verify_service.step import Answer, Step, Work
+from verify_service.structures.compiler import StructureLimits
+from verify_service.structures.grammars import Grammars
 
 SERVICE = verify_pb2.DESCRIPTOR.services_by_name["VerifyService"].full_name
 
@@ -28,6 +31,7 @@ class VerifyProcess:
     step: Step
     metrics: Metrics
     verify_metrics: VerifyMetrics
+    grammars: Grammars
 
     def register(self, server: grpc.aio.Server) -> None:
         """Offer the service on a server."""
@@ -41,8 +45,21 @@ class VerifyProcess:
             self.verify_metrics.observe_rank(rank.rank, weight_bytes=rank.weight_bytes, kv_bytes=rank.kv_bytes)
 
 
-def assemble(settings: VerifySettings, build: Callable[[], TargetEngine], measure: Measure = no_prices) -> VerifyProcess:
-    """The verify service of these settings over the engine that `build` makes and `measure` prices."""
+def unknown_tokenizer() -> Tokenizer:
+    """The tokenizer of a target whose tokenizer is not known."""
+    raise ValueError("the target's tokenizer is not known")
+
+
+def assemble(
+    settings: VerifySettings,
+    build: Callable[[], TargetEngine],
+    measure: Measure = no_prices,
+    tokenizer: Callable[[], Tokenizer] = unknown_tokenizer,
+) -> VerifyProcess:
+    """The verify service of these settings over the engine that `build` makes and `measure` prices.
+
+    `tokenizer` reads the target's when an output is to match a structure; ValueError where there is none.
+    """
     metrics = Metrics(settings.service)
     verify_metrics = VerifyMetrics.on(metrics.registry)
     step = Step(build, measure=measure)
@@ -56,14 +73,19 @@ def assemble(settings: VerifySettings, build: Callable[[], TargetEngine], measur
         on_step=verify_metrics.observe_step,
     )
     verify_metrics.watch_queue(lambda: thread.queue_length)
+    limits = StructureLimits(
+        max_characters=settings.max_structure_characters, compile_seconds=settings.structure_compile_seconds
+    )
+    grammars = Grammars(tokenizer, lambda: step.engine.target, limits)
     service = VerifyService(
         step,
         thread,
         verify_metrics,
+        grammars,
         max_sessions=settings.max_sessions,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
     )
-    return VerifyProcess(service, thread, step, metrics, verify_metrics)
+    return VerifyProcess(service, thread, step, metrics, verify_metrics, grammars)
 
 
 def _num_tokens(work: Work) -> int:

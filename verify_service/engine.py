@@ -65,21 +65,39 @@ class Target:
     ranks: tuple[RankMemory, ...] = ()
 
 
+class Masks(Protocol):
+    """Which tokens the target may choose. They may still be computed when a step begins, beside its forward."""
+
+    def rows(self) -> NDArray[np.int32]:
+        """For each choice of a chunk or tree the tokens that it may be, int32 [choices, ceil(vocabulary / 32)]; waits.
+
+        Bit v % 32 of word v // 32 is token v's. Every row allows a token.
+        """
+
+
 @dataclass(frozen=True)
 class PrefillChunk:
-    """The next tokens of a session's prompt, in order. `last` marks the chunk after which the target chooses a token."""
+    """The next tokens of a session's prompt, in order. `last` marks the chunk after which the target chooses a token.
+
+    Without `masks` it may be any.
+    """
 
     session: SessionId
     token_ids: tuple[int, ...]
     last: bool
+    masks: Masks | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """One tree to score for a session whose prefill is complete. The root is the session's last committed token."""
+    """One tree to score for a session whose prefill is complete. The root is the session's last committed token.
+
+    Without `masks` the target may choose any token.
+    """
 
     session: SessionId
     tree: DraftTree
+    masks: Masks | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -129,12 +147,14 @@ class TargetEngine(Protocol):
         num_output_tokens: int = 0,
         num_node_probabilities: int = 0,
         wants_features: bool = False,
+        first_feature_position: int = 0,
     ) -> int:
         """Make room for a session. The last `num_output_tokens` of the prompt count as output. Computes nothing yet.
 
         Returns how many of the prompt's first tokens need not be computed, another session having done so: the session's
         chunks start behind them. The prompt's last token is never among them. `wants_features` only where the target gives
-        them: it is then 0, since features are made of what is computed.
+        them: it is then 0, since features are made of what is computed, unless only those from `first_feature_position` on are
+        wanted and that is at or behind the last token.
         """
 
     def step(self, work: Sequence[PrefillChunk | Scoring]) -> Sequence[Posterior]:

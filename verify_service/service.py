@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from treewire import __version__, errors, wire
 from treewire.core.acceptance import Acceptance
 from treewire.core.budget import StepPrice
-from treewire.core.tree import DraftTree
+from treewire.core.tree import Commit, DraftTree, TokenLogProbs
 from treewire.errors import InvalidRequest, Overloaded
 from treewire.runtime.engine_thread import EngineThread
 from treewire.runtime.metrics import VerifyMetrics
@@ -22,6 +22,8 @@ from treewire.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
 from verify_service.engine import KvExhausted, Posterior, PrefillChunk, Scoring, Target, Unsupported
 from verify_service.sessions import Opening, VerifySession, fingerprint
 from verify_service.step import Answer, Step, Work
+from verify_service.structures.grammars import Grammars
+from verify_service.structures.pruning import Pruning
 
 _OVERLOAD_RETRY_SECONDS = 1.0
 
@@ -34,6 +36,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         step: Step,
         thread: EngineThread[Work, Answer],
         metrics: VerifyMetrics,
+        grammars: Grammars,
         *,
         max_sessions: int,
         prefill_chunk_tokens: int,
@@ -41,6 +44,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         self._step = step
         self._thread = thread
         self._metrics = metrics
+        self._grammars = grammars
         self._max_sessions = max_sessions
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._sessions: set[int] = set()
@@ -57,7 +61,9 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         session = VerifySession(self._step.engine.target, await self._opening(requests))
         self._admit(session)
         try:
-            num_known = await self._thread.call(partial(self._open, session))
+            if session.opening.structure is not None:
+                session.matching = await self._grammars.matching(session.opening.structure, session.opening.output)
+            num_known = session.num_features = await self._thread.call(partial(self._open, session))
             yield verify_pb2.VerifyResponse(accepted_open=self._limits())
             async for response in self._prefill(session, num_known):
                 yield response
@@ -107,6 +113,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
                 num_output_tokens=opening.num_output_tokens,
                 num_node_probabilities=opening.num_node_probabilities,
                 wants_features=opening.wants_features,
+                first_feature_position=opening.first_feature_position,
             )
         except Unsupported as error:
             raise errors.Unsupported(str(error)) from error
@@ -125,15 +132,19 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         """The features of each chunk, where wanted, as soon as it is computed; at the end the first token."""
         prompt, size = session.opening.prompt, self._prefill_chunk_tokens
         for start in range(num_known, len(prompt), size):
-            chunk = PrefillChunk(session.id, prompt[start : start + size], last=start + size >= len(prompt))
+            is_last = start + size >= len(prompt)
+            masks = session.matching.masks(None) if session.matching is not None and is_last else None
+            chunk = PrefillChunk(session.id, prompt[start : start + size], is_last, masks)
             answer = await self._thread.submit(Work(chunk, num_log_probs=session.opening.num_log_probs))
+            if masks is not None:
+                masks.check()
             for response in _feature_responses(session, answer.posterior.features, last=chunk.last):
                 yield response
         if session.opening.caller_accepts:
             session.tree_to_keep = DraftTree.lone_root(prompt[-1])
             yield verify_pb2.VerifyResponse(scored=scored_to_message(answer))
         else:
-            commit = session.commit(answer.posterior.token_ids, answer.log_probs)
+            commit = await _committed(session, answer.posterior.token_ids, answer.log_probs)
             yield verify_pb2.VerifyResponse(commit=wire.commit_to_message(commit))
 
     async def _answer(self, session: VerifySession, request: verify_pb2.VerifyRequest) -> Sequence[verify_pb2.VerifyResponse]:
@@ -152,36 +163,63 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         started = time.perf_counter()
         tree = session.tree_from_message(message)
         decoded = time.perf_counter()
-        answer = await self._thread.submit(Work(Scoring(session.id, tree), session.rule, session.opening.num_log_probs))
+        pruning = None
+        if session.matching is not None:  # a caller that accepts knows the nodes that it sent, none are grafted for it
+            deepest = 0 if session.rule is None else self._step.engine.target.max_context - session.length
+            pruning = await session.matching.pruned(tree, deepest)
+        left = tree if pruning is None else pruning.left
+        masks = None if session.matching is None else session.matching.masks(left)
+        work = Work(Scoring(session.id, left, masks), session.rule, session.opening.num_log_probs, pruning)
+        pruned = time.perf_counter()
+        answer = await self._thread.submit(work)
         answered = time.perf_counter()
-        responses = self._scored(session, tree, answer)
+        if masks is not None:
+            masks.check()
+        responses = await self._scored(session, tree, answer, pruning)
         scored = responses[-1].scored
         scored.stage_seconds["decode"] = decoded - started
-        scored.stage_seconds["queue"] = max(0.0, answered - decoded - answer.step_seconds - answer.walk_seconds)
+        if pruning is not None:
+            scored.stage_seconds["prune"] = pruned - decoded
+        scored.stage_seconds["queue"] = max(0.0, answered - pruned - answer.step_seconds - answer.walk_seconds)
         scored.stage_seconds["walk"] = answer.walk_seconds
         if session.prices_are_old(answered):
             scored.prices.extend(_prices_to_messages(self._step.prices))
         scored.stage_seconds["encode"] = time.perf_counter() - answered
         return responses
 
-    def _scored(self, session: VerifySession, tree: DraftTree, answer: Answer) -> Sequence[verify_pb2.VerifyResponse]:
+    async def _scored(
+        self, session: VerifySession, tree: DraftTree, answer: Answer, pruning: Pruning | None
+    ) -> Sequence[verify_pb2.VerifyResponse]:
         scored = scored_to_message(answer)
+        if pruning is not None:
+            tree = pruning.tree
+            scored.grafted_token_ids.extend(tree.token_ids[pruning.num_sent :])
+            scored.grafted_parents.extend(tree.parents[pruning.num_sent :])
         if answer.acceptance is None:
             session.tree_to_keep, session.features_to_keep = tree, answer.posterior.features
+            session.pruning_to_keep = pruning
             return [verify_pb2.VerifyResponse(scored=scored)]
         features = _features_of(answer.posterior.features, answer.acceptance)
-        commit = session.commit(answer.acceptance.token_ids(tree), answer.log_probs)
+        commit = await _committed(session, answer.acceptance.token_ids(tree), answer.log_probs)
         scored.commit.CopyFrom(wire.commit_to_message(commit))
         return [*_feature_responses(session, features, last=True), verify_pb2.VerifyResponse(scored=scored)]
 
     async def _keep(self, session: VerifySession, message: verify_pb2.Keep) -> Sequence[verify_pb2.VerifyResponse]:
         """The features of what the caller keeps, where wanted. The prefill's own rows are kept, and sent, already."""
         tree, acceptance = session.acceptance_from_message(message)
-        features = _features_of(session.features_to_keep, acceptance)
-        if session.root_token_id is not None:
-            await self._thread.call(partial(self._step.engine.keep, session.id, acceptance))
-        session.commit(acceptance.token_ids(tree))
+        features, kept = _features_of(session.features_to_keep, acceptance), session.kept(acceptance)
+        is_after_tree = session.root_token_id is not None
+        await _committed(session, acceptance.token_ids(tree))
+        if is_after_tree:
+            await self._thread.call(partial(self._step.engine.keep, session.id, kept))
         return _feature_responses(session, features, last=True)
+
+
+async def _committed(session: VerifySession, token_ids: tuple[int, ...], log_probs: tuple[TokenLogProbs, ...] = ()) -> Commit:
+    """The tokens, committed; InvalidRequest, and nothing is, if they do not match the session's structure."""
+    if session.matching is not None:
+        await session.matching.advance(token_ids)
+    return session.commit(token_ids, log_probs)
 
 
 def _features_of(features: NDArray[np.float32] | None, acceptance: Acceptance) -> NDArray[np.float32] | None:

@@ -11,11 +11,14 @@ from numpy.typing import NDArray
 from treewire import wire
 from treewire.core.acceptance import Acceptance
 from treewire.core.sampling import Sampling
+from treewire.core.structure import Structure
 from treewire.core.tree import Commit, DraftTree, TokenLogProbs
 from treewire.errors import Incompatible, InvalidRequest, Unsupported
 from treewire.v1 import tree_pb2, verify_pb2
 from verify_service.engine import SessionId, Target
 from verify_service.rules import Rule, hybrid, shared_noise
+from verify_service.structures.grammars import Matching
+from verify_service.structures.pruning import Pruning
 
 MAX_NODE_PROBABILITIES = 64
 MAX_LOG_PROBS = 64
@@ -34,6 +37,13 @@ class Opening:
     num_log_probs: int | None
     accept: int
     wants_features: bool
+    first_feature_position: int
+    structure: Structure | None
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """What of the prompt was generated before."""
+        return self.prompt[len(self.prompt) - self.num_output_tokens :]
 
     @property
     def caller_accepts(self) -> bool:
@@ -60,6 +70,7 @@ class Opening:
         _check_range("num_output_tokens", message.num_output_tokens, len(prompt) - 1)
         _check_range("num_node_probabilities", message.num_node_probabilities, MAX_NODE_PROBABILITIES)
         _check_range("num_log_probs", message.num_log_probs, MAX_LOG_PROBS)
+        _check_range("first_feature_position", message.first_feature_position, len(prompt))
         return cls(
             prompt=prompt,
             sampling=wire.sampling_from_message(message.sampling, Sampling(), vocabulary_size=target.vocabulary_size),
@@ -68,6 +79,8 @@ class Opening:
             num_log_probs=message.num_log_probs if message.HasField("num_log_probs") else None,
             accept=message.accept,
             wants_features=message.features,
+            first_feature_position=message.first_feature_position,
+            structure=wire.structure_from_message(message),
         )
 
 
@@ -84,6 +97,11 @@ def _refuse_unsupported(message: verify_pb2.VerifyOpen, target: Target) -> None:
     if message.accept == tree_pb2.ACCEPTANCE_CALLER and message.HasField("num_log_probs"):
         raise Unsupported(
             "num_log_probs: a caller that accepts takes num_node_probabilities instead", metadata={"field": "num_log_probs"}
+        )
+
+    if message.WhichOneof("structure") and message.sampling.min_tokens:
+        raise Unsupported(
+            "min_tokens: what must match a structure ends where that ends", metadata={"field": "sampling.min_tokens"}
         )
 
 
@@ -111,8 +129,9 @@ def fingerprint(target: Target) -> tree_pb2.Fingerprint:
 class VerifySession:
     """The state of one stream. `length` counts committed tokens; the last of them is the next tree's root.
 
-    `features_to_keep` are those of the nodes of `tree_to_keep`, if the session wants features. `num_features` counts the
-    positions whose features have been sent, `prices_told` is when prices were.
+    `pruning_to_keep` is what a structure leaves of `tree_to_keep`; `features_to_keep` are those of its nodes, if the session
+    wants features. `num_features` counts the positions whose features have been sent, or need not be. `prices_told` is when
+    prices were.
     """
 
     target: Target
@@ -120,7 +139,9 @@ class VerifySession:
     id: SessionId = field(default_factory=lambda: next(_session_ids))
     length: int = field(init=False)
     root_token_id: int | None = None
+    matching: Matching | None = None
     tree_to_keep: DraftTree | None = None
+    pruning_to_keep: Pruning | None = None
     features_to_keep: NDArray[np.float32] | None = None
     num_features: int = 0
     prices_told: float | None = None
@@ -151,7 +172,7 @@ class VerifySession:
         return tree
 
     def acceptance_from_message(self, message: verify_pb2.Keep) -> tuple[DraftTree, Acceptance]:
-        """The caller's acceptance of the tree that waits for it: a path from the root."""
+        """The caller's acceptance of the tree that waits for it: a path from the root that the structure allows."""
         if self.tree_to_keep is None:
             raise Incompatible("keep without a scored tree, or in a session whose service accepts")
         tree, nodes = self.tree_to_keep, tuple(message.nodes)
@@ -172,6 +193,13 @@ class VerifySession:
         self.prices_told = now
         return True
 
+    def kept(self, acceptance: Acceptance) -> Acceptance:
+        """The caller's acceptance as one of the nodes that the target computed. InvalidRequest if it has others."""
+        try:
+            return acceptance if self.pruning_to_keep is None else self.pruning_to_keep.within(acceptance)
+        except ValueError as error:
+            raise InvalidRequest(f"keep: {error}", metadata={"field": "keep.nodes"}) from error
+
     def features_to_messages(self, features: NDArray[np.float32], *, last: bool) -> list[tree_pb2.Features]:
         """Messages of the next positions' features, float32 [positions, size]."""
         messages = wire.features_to_messages(features, self.num_features, last=last)
@@ -191,5 +219,5 @@ class VerifySession:
         """Append accepted tokens and the bonus to the sequence."""
         self.length += len(token_ids)
         self.root_token_id = token_ids[-1]
-        self.tree_to_keep = self.features_to_keep = None
+        self.tree_to_keep = self.pruning_to_keep = self.features_to_keep = None
         return Commit(token_ids, self.length, log_probs)

@@ -63,6 +63,8 @@ class VerifySettings(ServiceSettings):
     prefill_chunk_tokens: int = Field(128, ge=1, description="Tokens of a prompt that one step computes.")
     max_step_tokens: int = Field(512, ge=1, description="Positions that one step computes; what is above it waits.")
     max_queue_length: int = Field(1024, ge=1, description="Chunks and trees that may wait for a step.")
+    max_structure_characters: int = Field(65_536, ge=1, description="Longest JSON schema, regular expression or grammar.")
+    structure_compile_seconds: float = Field(5.0, gt=0, description="Longest that compiling one of them may take.")
     measure_prices: Literal["auto", "on", "off"] = Field(
         "auto", description="Measure at start-up what steps take, once for a model and machine; auto: not if simulated."
     )

@@ -15,6 +15,7 @@ from treewire.runtime.engine_thread import EngineDied
 from verify_service.engine import EngineLost, HasGraphs, KvExhausted, Posterior, PrefillChunk, Scoring, SessionId, TargetEngine
 from verify_service.price import LivePrices, Measure, no_prices
 from verify_service.rules import Rule, shared_noise
+from verify_service.structures.pruning import Pruning
 
 _WARM_UP_SESSION: SessionId = 0  # sessions of callers count from 1
 _KV_RETRY_SECONDS = 1.0
@@ -25,12 +26,23 @@ class Work:
     """What one session waits for: its next chunk or its tree.
 
     `rule` accepts of the tree, None leaves that to the caller. With `num_log_probs` every token that is committed comes with
-    its log-prob and with so many of the likeliest tokens.
+    its log-prob and with so many of the likeliest tokens. With a `pruning` the item's tree is what that leaves; the answer is
+    one to the whole tree.
     """
 
     item: PrefillChunk | Scoring
     rule: Rule | None = shared_noise
     num_log_probs: int | None = None
+    pruning: Pruning | None = None
+
+    @property
+    def tree(self) -> DraftTree:
+        """The whole tree that the answer is to. Raises ValueError for a chunk."""
+        if self.pruning is not None:
+            return self.pruning.tree
+        if isinstance(self.item, PrefillChunk):
+            raise ValueError("a chunk has no tree")
+        return self.item.tree
 
     @property
     def num_tokens(self) -> int:
@@ -134,9 +146,12 @@ class Step:
 
     def _answer(self, work: Work, posterior: Posterior, seconds: float, batch_size: int) -> Answer:
         acceptance, started = None, self._clock()
+        if work.pruning is not None:
+            posterior = work.pruning.spread(posterior)
         if isinstance(work.item, Scoring) and work.rule is not None:
-            acceptance = work.rule(work.item.tree, posterior)
-            self.engine.keep(work.item.session, acceptance)
+            acceptance = work.rule(work.tree, posterior)
+            kept = acceptance if work.pruning is None else work.pruning.within(acceptance)
+            self.engine.keep(work.item.session, kept)
         log_probs = _log_probs(work, posterior, acceptance)
         walk_seconds = self._clock() - started
         return Answer(replace(posterior, distributions=None), acceptance, seconds, batch_size, log_probs, walk_seconds)
@@ -146,6 +161,6 @@ def _log_probs(work: Work, posterior: Posterior, acceptance: Acceptance | None) 
     """Of the tokens that are committed: a tree's accepted ones and the bonus, a last chunk's one."""
     if work.num_log_probs is None or posterior.distributions is None:
         return ()
-    if acceptance is None or isinstance(work.item, PrefillChunk):
+    if acceptance is None:
         return posterior.distributions.log_probs([0], posterior.token_ids[:1], work.num_log_probs)
-    return posterior.distributions.log_probs(acceptance.nodes, acceptance.token_ids(work.item.tree), work.num_log_probs)
+    return posterior.distributions.log_probs(acceptance.nodes, acceptance.token_ids(work.tree), work.num_log_probs)

@@ -1,4 +1,4 @@
-"""This file is the matrix of a drafter that drafts: read once for a few rows, it is memory that it waits for, so it is int8."""
+"""This file is the matrices of a drafter that drafts: read for a few rows, memory is what they wait for, so they are int8."""
 
 from __future__ import annotations
 
@@ -6,11 +6,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draft_service.engines.precision import product_dtype
+from draft_service.engines.precision import bfloat16_pays, product_dtype
+from treewire.int8 import Int8Linear, has_kernel
 
 INT8_MAX_ROWS = 8
 INT8_MULTIPLE = 32
 _INT8_LARGEST = 127.0
+
+
+def drafting_linear(weight: Tensor) -> nn.Module:
+    """A bias-free linear [..., inputs] to [..., outputs] in int8, by the kernel that is fastest on this CPU.
+
+    Without bfloat16 in hardware int8 products beat int8 weights. Measured on one core with AVX2 alone, 576 to 8,192: 0.4 ms
+    against 1.4 for one row, 0.7 against 1.7 for four.
+    """
+    return WeightOnlyLinear(weight) if bfloat16_pays() or not has_kernel() else RowLinear(weight)
+
+
+class RowLinear(nn.Module):
+    """A bias-free linear in int8: weights with a scale for each output, rows with a scale of their own; float32 in and out."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self._linear = Int8Linear(weight, None)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[..., inputs] to [..., outputs]."""
+        return self._linear(rows.reshape(-1, rows.shape[-1]).float()).reshape(*rows.shape[:-1], -1)
 
 
 class WeightOnlyLinear(nn.Module):

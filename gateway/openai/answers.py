@@ -5,7 +5,9 @@ Only what is set is sent, so that an option that was not asked for adds no field
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Literal
 
 from pydantic import BaseModel
@@ -21,9 +23,9 @@ class Usage(BaseModel):
     total_tokens: int
 
     @classmethod
-    def of(cls, finished: Finished) -> Usage:
-        """The usage of a generation."""
-        prompt, output = finished.num_prompt_tokens, finished.num_output_tokens
+    def of(cls, finished: Sequence[Finished]) -> Usage:
+        """The usage of a request's generations: its prompt once, the output of all."""
+        prompt, output = finished[0].num_prompt_tokens, sum(each.num_output_tokens for each in finished)
         return cls(prompt_tokens=prompt, completion_tokens=output, total_tokens=prompt + output)
 
 
@@ -44,25 +46,30 @@ class SpeculativeDecoding(BaseModel):
     num_spec_tokens: int
 
     @classmethod
-    def of(cls, finished: Finished, *, longest_path: int) -> SpeculativeDecoding | None:
-        """The block of a generation; None if nothing was drafted."""
-        statistics = finished.statistics
-        if not statistics.draft_tokens:
+    def of(cls, finished: Sequence[Finished], *, longest_path: int) -> SpeculativeDecoding | None:
+        """The block of a request, over the rounds of all its generations; None if nothing was drafted."""
+        num_rounds = sum(each.statistics.rounds for each in finished)
+        num_drafted = sum(each.statistics.draft_tokens for each in finished)
+        num_accepted = sum(each.statistics.accepted_tokens for each in finished)
+        if not num_drafted:
             return None
-        counts = list(finished.acceptance_counts)
+        counts = zip_longest(range(longest_path + 1), *(each.acceptance_counts for each in finished), fillvalue=0)
         return cls(
-            mean_acceptance_length=1 + statistics.accepted_tokens / statistics.rounds,
-            draft_acceptance_rate=statistics.accepted_tokens / statistics.draft_tokens,
-            acceptance_histogram=counts + [0] * (longest_path + 1 - len(counts)),
-            num_spec_steps=statistics.rounds,
-            num_accepted_draft_tokens=statistics.accepted_tokens,
-            num_draft_tokens=statistics.draft_tokens,
+            mean_acceptance_length=1 + num_accepted / num_rounds,
+            draft_acceptance_rate=num_accepted / num_drafted,
+            acceptance_histogram=[sum(counts_of_each) for _, *counts_of_each in counts],
+            num_spec_steps=num_rounds,
+            num_accepted_draft_tokens=num_accepted,
+            num_draft_tokens=num_drafted,
             num_spec_tokens=longest_path,
         )
 
 
 class Metrics(BaseModel):
-    """What is told of one generation beside its text."""
+    """What is told of a request beside its text.
+
+    Of several generations: the first one's time to the first token, the longest time of any, the sum of all stages.
+    """
 
     time_to_first_token_seconds: float
     total_seconds: float
@@ -70,14 +77,50 @@ class Metrics(BaseModel):
     speculative_decoding: SpeculativeDecoding | None
 
     @classmethod
-    def of(cls, finished: Finished, *, longest_path: int) -> Metrics:
-        """The metrics of a generation."""
+    def of(cls, finished: Sequence[Finished], *, longest_path: int) -> Metrics:
+        """The metrics of a request's generations, in the order of their index."""
+        stage_seconds: Counter[str] = Counter()
+        for each in finished:
+            stage_seconds.update(each.statistics.stage_seconds)
         return cls(
-            time_to_first_token_seconds=finished.statistics.ttft_seconds,
-            total_seconds=finished.statistics.total_seconds,
-            stage_seconds=finished.statistics.stage_seconds,
+            time_to_first_token_seconds=finished[0].statistics.ttft_seconds,
+            total_seconds=max(each.statistics.total_seconds for each in finished),
+            stage_seconds=stage_seconds,
             speculative_decoding=SpeculativeDecoding.of(finished, longest_path=longest_path),
         )
+
+
+class LikelyToken(BaseModel):
+    """A token with its log-probability; `bytes` are its own, since a token need not be whole characters."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogProbs(LikelyToken):
+    """A token of the answer, and those that the model held likeliest in its place."""
+
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogProbs(BaseModel):
+    """One entry for each token of a choice, or of a piece of one."""
+
+    content: list[ChatTokenLogProbs]
+    refusal: None = None
+
+
+class TextLogProbs(BaseModel):
+    """One entry for each token of a continuation, or of a piece of one.
+
+    `text_offset` is where in the continuation's text a token's begins; null instead of likeliest tokens if none were asked for.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
 
 
 FinishReason = Literal["stop", "length"]
@@ -89,7 +132,6 @@ class Ending(BaseModel):
     index: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
-    logprobs: None = None
     token_ids: list[int] | None = None
 
 
@@ -105,6 +147,7 @@ class ChatChoice(Ending):
     """A whole answer."""
 
     message: AssistantMessage
+    logprobs: ChatLogProbs | None = None
 
 
 class Delta(BaseModel):
@@ -118,12 +161,14 @@ class ChatChunkChoice(Ending):
     """A piece of an answer."""
 
     delta: Delta
+    logprobs: ChatLogProbs | None = None
 
 
 class TextChoice(Ending):
     """A whole continuation, or a piece of one."""
 
     text: str
+    logprobs: TextLogProbs | None = None
 
 
 class Answer(BaseModel):

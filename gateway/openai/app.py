@@ -92,12 +92,12 @@ class Routes:
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
         body = await self._read(request, ChatCompletionRequest)
-        return await self._tell(request, body, partial(mapping.chat_request, body), ChatShape())
+        return await self._tell(request, body, partial(mapping.chat_request, body), ChatShape)
 
     async def completions(self, request: Request) -> Response:
         """Continue a text."""
         body = await self._read(request, CompletionRequest)
-        return await self._tell(request, body, partial(mapping.completion_request, body), TextShape())
+        return await self._tell(request, body, partial(mapping.completion_request, body), TextShape)
 
     async def models(self, request: Request) -> Response:
         """What is served."""
@@ -150,9 +150,13 @@ class Routes:
         return JSONResponse(self._document)
 
     async def _tell(
-        self, request: Request, body: GenerationBody, to_request: Callable[[], GenerationAsked], shape: Shape
+        self,
+        request: Request,
+        body: GenerationBody,
+        to_request: Callable[[], GenerationAsked],
+        shape: Callable[[Tokenization], Shape],
     ) -> Response:
-        """Run the generation that the body asks for, and tell it as it asks."""
+        """Run the generations that the body asks for, and tell them as it asks."""
         self._check_model(body.model)
         asked = await self._generations.understand(to_request().to_message())
         wanted = Wanted(
@@ -160,9 +164,10 @@ class Routes:
             usage=body.includes_usage,
             per_token=body.is_per_token,
             longest_path=min(asked.budget, self._generations.serving.upstreams.horizon),
+            num_choices=asked.num_generations,
         )
-        events = self._generations.run(asked)
-        telling = Telling(events, shape, wanted)
+        events = self._generations.run_all(asked)
+        telling = Telling(events, shape(self._generations.serving.tokenization), wanted)
         try:
             await _unless_left(request, telling.open())
             if not body.stream:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from gateway.requests import MAX_GENERATIONS, MAX_LOG_PROBS
 from treewire.errors import Unsupported
 
 _MAX_INT32 = 2**31 - 1
@@ -46,6 +47,14 @@ class StreamOptions(Body):
     per_token: bool | None = Field(None, description="One chunk for each token instead of one for each commit.")
 
 
+class StructuredOutputs(Body):
+    """vLLM's: what the whole output must match, one of them."""
+
+    json_: str | dict[str, JsonValue] | None = Field(None, alias="json", description="A JSON schema.")
+    regex: str | None = None
+    grammar: str | None = Field(None, description="GBNF, from its rule root.")
+
+
 class GenerationBody(Body):
     """What chat and plain completions have in common."""
 
@@ -74,17 +83,19 @@ class GenerationBody(Body):
     min_tokens: Count | None = Field(None, description="vLLM's: no end before this many tokens.")
     stop_token_ids: list[TokenId] | None = Field(None, description="vLLM's: tokens that end the generation.")
     ignore_eos: bool | None = Field(None, description="vLLM's: generate on past the model's own end.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: what the whole output must match.")
     return_token_ids: bool | None = Field(None, description="vLLM's: token_ids in each choice.")
     budget: Count | None = Field(None, description="treewire's: nodes of each draft tree; 0 turns drafting off.")
     width: Count | None = Field(None, description="treewire's: tokens at each depth of a tree; 1 drafts chains.")
+    accept: Literal["shared_noise", "hybrid"] | None = Field(None, description="treewire's: the rule of acceptance.")
+    hybrid_width: Count | None = Field(None, description="treewire's: children of a node under hybrid acceptance.")
 
     user: str | None = Field(None, description="Taken, has no effect.")
     metadata: dict[str, JsonValue] | None = Field(None, description="Taken, has no effect.")
     safety_identifier: str | None = Field(None, description="Taken, has no effect.")
     prompt_cache_key: str | None = Field(None, description="Taken, has no effect.")
 
-    n: JsonValue = _only(1)
-    logprobs: JsonValue = _only(False)
+    n: int | None = Field(None, ge=1, le=MAX_GENERATIONS, description="Choices, of the seeds seed, seed + 1, ...")
     service_tier: JsonValue = _only("auto", "default")
 
     def check_neutral(self) -> None:
@@ -119,6 +130,37 @@ class TextPart(Body):
     text: str
 
 
+class JsonSchema(Body):
+    """A schema that the answer must match, always and to the letter: `strict` false asks for no less."""
+
+    name: str = Field(max_length=64, description="Taken, has no effect.")
+    description: str | None = Field(None, description="Taken, has no effect.")
+    schema_: dict[str, JsonValue] = Field(alias="schema")
+    strict: bool | None = Field(None, description="Taken, has no effect.")
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """A JSON object, whatever is in it."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Body):
+    """JSON that matches a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
 class ChatMessage(Body):
     """One turn. `developer` is another word for system."""
 
@@ -138,8 +180,11 @@ class ChatCompletionRequest(GenerationBody):
     messages: list[ChatMessage] = Field(min_length=1, description="The conversation, oldest first.")
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INT32, description="Today's name of max_tokens; it wins.")
 
-    top_logprobs: JsonValue = _only(0)
-    response_format: JsonValue = _only({"type": "text"})
+    logprobs: bool | None = Field(None, description="The log-probability of every token, under the model's own distribution.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOG_PROBS, description="With logprobs: so many of the likeliest tokens beside each."
+    )
+    response_format: ResponseFormat | None = Field(None, description="What the whole answer must match.")
     tools: JsonValue = _only([])
     tool_choice: JsonValue = _only("none", "auto")
     parallel_tool_calls: bool | None = Field(None, description="Taken, has no effect without tools.")
@@ -158,6 +203,9 @@ class CompletionRequest(GenerationBody):
     """The body of /v1/completions."""
 
     prompt: str | list[TokenId] | list[str] = Field(description="A text, or its token ids; a list of texts has one.")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOG_PROBS, description="Log-probabilities, with so many of the likeliest tokens beside each."
+    )
 
     best_of: JsonValue = _only(1)
     echo: JsonValue = _only(False)

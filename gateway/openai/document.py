@@ -12,10 +12,24 @@ from pydantic.json_schema import models_json_schema
 from gateway.openai import answers, bodies
 from treewire import __version__
 
+DEADLINE_KEY = "x-deadline-seconds"
+"""The header in which a caller says how long a request may take."""
+MAX_DEADLINE_SECONDS = 86_400
+
 _REF = "#/components/schemas/{model}"
 _JSON = "application/json"
 _TEXT = "text/plain"
 _EVENTS = "text/event-stream"
+_EVENT = {
+    "description": "One event of the stream: its data is a chunk, an error, or [DONE].",
+    "type": "object",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
+_DEADLINE = (
+    f"The header {DEADLINE_KEY} says how many seconds the request may take: one that could not begin in time is refused when "
+    "it comes, one that does not end in time is ended."
+)
 _ALWAYS = {"405": "The path has other methods."}
 _WITH_KEY = {"401": "The key is missing or wrong."}
 _WITH_BODY = {
@@ -115,6 +129,8 @@ def _operation(operation: Operation, schema_of: Mapping[type[BaseModel], Mapping
             **{status: {"description": why, "content": error} for status, why in operation.errors.items()},
         },
     }
+    if operation.chunk is not None:
+        described["description"] = _DEADLINE
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema_of[operation.body]}}}
     if not operation.needs_key:
@@ -129,5 +145,5 @@ def _content(operation: Operation, schema_of: Mapping[type[BaseModel], Mapping[s
         return {_JSON: {"schema": {"type": "object"}}}
     content: dict[str, Any] = {_JSON: {"schema": schema_of[operation.answer]}}
     if operation.chunk is not None:
-        content[_EVENTS] = {"schema": {"type": "string"}}
+        content[_EVENTS] = {"schema": _EVENT}
     return content

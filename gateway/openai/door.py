@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -18,11 +20,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.generations import Generations
 from gateway.openai.app import Routes
-from gateway.openai.document import OPERATIONS
+from gateway.openai.document import DEADLINE_KEY, MAX_DEADLINE_SECONDS, OPERATIONS
 from gateway.openai.errors import response_to
 from gateway.openai.streams import EVENTS, event_of
 from gateway.settings import GatewaySettings
-from treewire.errors import REQUEST_ID_KEY, InternalError, TreewireError, Unavailable
+from treewire.errors import REQUEST_ID_KEY, DeadlineExceeded, InternalError, InvalidRequest, TreewireError, Unavailable
 from treewire.runtime.calls import TRACEPARENT_KEY, TRACESTATE_KEY, Call, Caller, Trace, answering
 from treewire.runtime.endpoint import Endpoint
 from treewire.runtime.interceptors import AUTHORIZATION_KEY, sane_request_id
@@ -58,11 +60,13 @@ class Surroundings:
         call = Call(
             sane_request_id(headers.get(REQUEST_ID_KEY)),
             trace=Trace.parse(headers.get(TRACEPARENT_KEY), headers.get(TRACESTATE_KEY)),
+            peer=scope["client"][0] if scope.get("client") else "",
         )
         answer = _Answer(send, call.request_id)
         try:
             with answering(call):
-                await self._answer(scope, receive, answer, replace(call, caller=self._caller(scope["path"], headers)))
+                caller = self._caller(scope["path"], headers)
+                await self._answer(scope, receive, answer, replace(call, caller=caller, deadline=_deadline(headers)))
         except TreewireError as error:
             await answer.fail(error, scope, receive)
         finally:
@@ -76,20 +80,45 @@ class Surroundings:
     async def _answer(self, scope: Scope, receive: Receive, answer: _Answer, call: Call) -> None:
         try:
             with answering(call):
-                await self._app(scope, receive, answer.send)
+                async with asyncio.timeout(call.remaining_seconds) as deadline:
+                    await self._app(scope, receive, answer.send)
         except ClientDisconnect:
             return
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise _fault(scope, call) from error
+            await answer.give_up(DeadlineExceeded(f"the request had not ended at its {DEADLINE_KEY}"))
         except asyncio.CancelledError:
             if self.ending is None:
                 raise
-            if answer.status == _Answer.UNSENT:
-                raise self.ending from None
-            await answer.break_off(self.ending)
+            await answer.give_up(self.ending)
         except TreewireError:
             raise
         except Exception as error:
-            _log.exception("request failed", path=scope["path"] if scope["path"] in _KNOWN else _OTHER)
-            raise InternalError(f"internal error, see the server's log for request {call.request_id}") from error
+            raise _fault(scope, call) from error
+
+
+def _fault(scope: Scope, call: Call) -> InternalError:
+    """What the caller is told of the exception that is being handled; the log has the rest."""
+    _log.exception("request failed", path=scope["path"] if scope["path"] in _KNOWN else _OTHER)
+    return InternalError(f"internal error, see the server's log for request {call.request_id}")
+
+
+def _deadline(headers: Headers) -> float | None:
+    """When the caller wants an end, on the monotonic clock; None if it does not say. InvalidRequest if it is no time."""
+    given = headers.get(DEADLINE_KEY)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 < seconds <= MAX_DEADLINE_SECONDS:
+        raise InvalidRequest(
+            f"{DEADLINE_KEY} is {given[:40]!r}, a number of seconds up to {MAX_DEADLINE_SECONDS:,} is taken",
+            metadata={"field": DEADLINE_KEY},
+        )
+    return time.monotonic() + seconds
 
 
 class _Answer:
@@ -118,8 +147,10 @@ class _Answer:
             raise error
         await response_to(error)(scope, receive, self.send)
 
-    async def break_off(self, error: TreewireError) -> None:
-        """End a stream that has begun with the error as its last event; what is no stream is cut."""
+    async def give_up(self, error: TreewireError) -> None:
+        """Raise the error if nothing was sent. It is the last event of a stream that has begun; what is no stream is cut."""
+        if self.status == self.UNSENT:
+            raise error
         if self._is_stream:
             await self._send({"type": "http.response.body", "body": event_of(error).encode(), "more_body": False})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -99,7 +100,9 @@ def from_validation(error: ValidationError) -> InvalidRequest:
 def _path(problem: ErrorDetails) -> str:
     """Where it is, as messages[0].content; pydantic's names of alternatives are left out."""
     path = ""
-    for part in problem["loc"]:
+    for before, part in pairwise(("", *problem["loc"])):
+        if part == before:  # the alternative is named as its field is
+            continue
         if isinstance(part, int):
             path += f"[{part}]"
         elif part.isidentifier() and part not in ("str", "function-after"):

@@ -1,11 +1,12 @@
-"""This file is events of a generation as answers: collected into one, or cut into chunks and sent as they come."""
+"""This file is events of a request's generations as answers: collected into one, or cut into chunks and sent as they come."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from starlette.responses import StreamingResponse
@@ -19,22 +20,29 @@ from gateway.openai.answers import (
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
+    ChatLogProbs,
+    ChatTokenLogProbs,
     Completion,
     Delta,
+    LikelyToken,
     Metrics,
     TextChoice,
+    TextLogProbs,
     Usage,
     to_json,
 )
 from gateway.openai.errors import body_of
 from gateway.stopping import Emission
+from gateway.tokenization import Tokenization
 from treewire import __version__
+from treewire.core.tree import TokenLogProbs
 from treewire.errors import InternalError, TreewireError
 from treewire.runtime.logging import get_logger
 
 EVENTS = "text/event-stream"
 _FINGERPRINT = f"treewire-{__version__}"
 _DONE = "[DONE]"
+_NEVER = -9999.0
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _log = get_logger()
 _AnswerType = TypeVar("_AnswerType", bound=Answer)
@@ -48,16 +56,52 @@ class Wanted:
     usage: bool
     per_token: bool
     longest_path: int
+    num_choices: int
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the output: what one chunk brings, or, as a whole, the answer."""
+    """A part of one choice: what one chunk brings, or, as a whole, the choice. `texts` are what each token settled, of which
+    the first begins at `offset` in the choice's text; `log_probs` has an entry for each token, if they are wanted."""
 
-    text: str
-    token_ids: tuple[int, ...]
+    index: int = 0
+    texts: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    log_probs: tuple[TokenLogProbs, ...] = ()
+    offset: int = 0
     finish_reason: str | None = None
     stop: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens."""
+        return "".join(self.texts)
+
+
+@dataclass
+class Choice:
+    """What one generation has given so far."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[TokenLogProbs] = field(default_factory=list)
+    length: int = 0
+    finished: Finished | None = None
+
+    def add(self, emission: Emission) -> Piece:
+        """Append an emission; it as a piece of the choice."""
+        piece = Piece(self.index, emission.pieces, emission.token_ids, emission.log_probs, self.length)
+        self.texts.extend(emission.pieces)
+        self.token_ids.extend(emission.token_ids)
+        self.log_probs.extend(emission.log_probs)
+        self.length += len(piece.text)
+        return piece
+
+    def whole(self, finished: Finished) -> Piece:
+        """The choice as one piece."""
+        parts = tuple(self.texts), tuple(self.token_ids), tuple(self.log_probs)
+        return Piece(self.index, *parts, finish_reason=finished.reason.value, stop=finished.stop)
 
 
 class Shape(Protocol):
@@ -73,8 +117,8 @@ class Shape(Protocol):
     def chunk(self, frame: Frame, piece: Piece) -> Answer:
         """A chunk."""
 
-    def answer(self, frame: Frame, piece: Piece) -> Answer:
-        """A whole answer."""
+    def answer(self, frame: Frame, pieces: Sequence[Piece]) -> Answer:
+        """A whole answer of these choices."""
 
     def last(self, frame: Frame) -> Answer:
         """A chunk without choices, for usage."""
@@ -108,10 +152,9 @@ class Frame:
         """What every choice says."""
         token_ids = {"token_ids": list(piece.token_ids)} if self.wanted.token_ids else {}
         return {
-            "index": 0,
+            "index": piece.index,
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop,
-            "logprobs": None,
             **token_ids,
         }
 
@@ -121,24 +164,56 @@ class ChatShape:
 
     prefix: ClassVar[str] = "chatcmpl"
 
+    def __init__(self, tokenization: Tokenization) -> None:
+        self._tokenization = tokenization
+
     def opening(self, frame: Frame) -> Iterator[Answer]:
         """See Shape."""
-        choice = ChatChunkChoice(**frame.ending(Piece("", ())), delta=Delta(role="assistant", content=""))
-        yield frame.answer(ChatCompletionChunk, choices=[choice])
+        for index in range(frame.wanted.num_choices):
+            delta = Delta(role="assistant", content="")
+            choice = ChatChunkChoice(**frame.ending(Piece(index)), logprobs=None, delta=delta)
+            yield frame.answer(ChatCompletionChunk, choices=[choice])
 
     def chunk(self, frame: Frame, piece: Piece) -> Answer:
         """See Shape."""
         delta = Delta(content=piece.text) if piece.text else Delta()
-        return frame.answer(ChatCompletionChunk, choices=[ChatChunkChoice(**frame.ending(piece), delta=delta)])
+        choice = ChatChunkChoice(**frame.ending(piece), logprobs=self._log_probs(piece), delta=delta)
+        return frame.answer(ChatCompletionChunk, choices=[choice])
 
-    def answer(self, frame: Frame, piece: Piece) -> Answer:
+    def answer(self, frame: Frame, pieces: Sequence[Piece]) -> Answer:
         """See Shape."""
-        message = AssistantMessage(role="assistant", content=piece.text, refusal=None)
-        return frame.answer(ChatCompletion, choices=[ChatChoice(**frame.ending(piece), message=message)])
+        choices = [
+            ChatChoice(
+                **frame.ending(piece),
+                logprobs=self._log_probs(piece),
+                message=AssistantMessage(role="assistant", content=piece.text, refusal=None),
+            )
+            for piece in pieces
+        ]
+        return frame.answer(ChatCompletion, choices=choices)
 
     def last(self, frame: Frame) -> Answer:
         """See Shape."""
         return frame.answer(ChatCompletionChunk, choices=[])
+
+    def _log_probs(self, piece: Piece) -> ChatLogProbs | None:
+        if not piece.log_probs:
+            return None
+        content = [
+            ChatTokenLogProbs(
+                **dict(self._likely(token_id, entry.log_prob)),
+                top_logprobs=[self._likely(*each) for each in _top(entry)],
+            )
+            for token_id, entry in zip(piece.token_ids, piece.log_probs, strict=True)
+        ]
+        return ChatLogProbs(content=content, refusal=None)
+
+    def _likely(self, token_id: int, log_prob: float) -> LikelyToken:
+        return LikelyToken(
+            token=self._tokenization.piece(token_id),
+            logprob=_finite(log_prob),
+            bytes=list(self._tokenization.bytes_of(token_id)),
+        )
 
 
 class TextShape:
@@ -146,31 +221,57 @@ class TextShape:
 
     prefix: ClassVar[str] = "cmpl"
 
+    def __init__(self, tokenization: Tokenization) -> None:
+        self._tokenization = tokenization
+
     def opening(self, frame: Frame) -> Iterator[Answer]:
         """See Shape."""
         yield from ()
 
     def chunk(self, frame: Frame, piece: Piece) -> Answer:
         """See Shape."""
-        return frame.answer(Completion, choices=[TextChoice(**frame.ending(piece), text=piece.text)])
+        return self.answer(frame, [piece])
 
-    def answer(self, frame: Frame, piece: Piece) -> Answer:
+    def answer(self, frame: Frame, pieces: Sequence[Piece]) -> Answer:
         """See Shape."""
-        return self.chunk(frame, piece)
+        choices = [TextChoice(**frame.ending(piece), logprobs=self._log_probs(piece), text=piece.text) for piece in pieces]
+        return frame.answer(Completion, choices=choices)
 
     def last(self, frame: Frame) -> Answer:
         """See Shape."""
         return frame.answer(Completion, choices=[])
 
+    def _log_probs(self, piece: Piece) -> TextLogProbs | None:
+        if not piece.log_probs:
+            return None
+        text_of = self._tokenization.piece
+        top = [{text_of(token_id): _finite(log_prob) for token_id, log_prob in _top(entry)} for entry in piece.log_probs]
+        return TextLogProbs(
+            tokens=[text_of(token_id) for token_id in piece.token_ids],
+            token_logprobs=[_finite(entry.log_prob) for entry in piece.log_probs],
+            top_logprobs=top if any(top) else None,
+            text_offset=list(accumulate((len(text) for text in piece.texts[:-1]), initial=piece.offset)),
+        )
+
+
+def _top(entry: TokenLogProbs) -> Iterator[tuple[int, float]]:
+    return zip(entry.top_token_ids, entry.top_log_probs, strict=True)
+
+
+def _finite(log_prob: float) -> float:
+    """JSON has no infinities; OpenAI writes this number for what never comes."""
+    return max(log_prob, _NEVER)
+
 
 class Telling:
-    """One generation on its way to the caller: opened until the first tokens are there, so that what fails before them has a
-    status of its own; then told whole or in chunks."""
+    """A request's generations on their way to the caller: opened until the first tokens are there, so that what fails before
+    them has a status of its own; then told whole or in chunks."""
 
     def __init__(self, events: AsyncGenerator[Event, None], shape: Shape, wanted: Wanted) -> None:
         self._events = events
         self._shape = shape
         self._wanted = wanted
+        self._choices = [Choice(index) for index in range(wanted.num_choices)]
         self._first: Event | None = None
         self._frame: Frame | None = None
 
@@ -188,16 +289,14 @@ class Telling:
 
     async def whole(self) -> str:
         """The answer as JSON."""
-        texts: list[str] = []
-        token_ids: list[int] = []
         async for event in self._rest():
             if isinstance(event, Advanced):
-                texts.append(event.emission.text)
-                token_ids.extend(event.emission.token_ids)
+                self._choices[event.index].add(event.emission)
             elif isinstance(event, Finished):
-                piece = Piece("".join(texts), tuple(token_ids), event.reason.value, event.stop)
-                return to_json(self._with_usage(self._shape.answer(self._opened, piece), event))
-        raise InternalError("the generation ended without its end")
+                self._choices[event.index].finished = event
+        finished = self._finished()
+        pieces = [choice.whole(end) for choice, end in zip(self._choices, finished, strict=True)]
+        return to_json(self._with_usage(self._shape.answer(self._opened, pieces), finished))
 
     async def chunks(self) -> AsyncIterator[str]:
         """The chunks as server-sent events. What fails now can only be told as one of them."""
@@ -207,6 +306,9 @@ class Telling:
             async for event in self._rest():
                 for answer in self._chunks_of(event):
                     yield _event(to_json(answer))
+            finished = self._finished()
+            if self._wanted.usage:
+                yield _event(to_json(self._with_usage(self._shape.last(self._opened), finished)))
             yield _event(_DONE)
         except TreewireError as error:
             yield event_of(error)
@@ -216,15 +318,21 @@ class Telling:
 
     def _chunks_of(self, event: Event) -> Iterator[Answer]:
         match event:
-            case Advanced(emission):
-                for piece in _pieces(emission, per_token=self._wanted.per_token):
+            case Advanced(emission, _, index):
+                for piece in _pieces(self._choices[index].add(emission), per_token=self._wanted.per_token):
                     yield self._shape.chunk(self._opened, piece)
-            case Finished(reason, stop):
-                yield self._shape.chunk(self._opened, Piece("", (), reason.value, stop))
-                if self._wanted.usage:
-                    yield self._with_usage(self._shape.last(self._opened), event)
+            case Finished(reason, stop, index=index):
+                self._choices[index].finished = event
+                yield self._shape.chunk(self._opened, Piece(index, finish_reason=reason.value, stop=stop))
 
-    def _with_usage(self, answer: Answer, finished: Finished) -> Answer:
+    def _finished(self) -> list[Finished]:
+        """The ends of all choices, which have come."""
+        finished = [choice.finished for choice in self._choices if choice.finished is not None]
+        if len(finished) < len(self._choices):
+            raise InternalError("a generation ended without its end")
+        return finished
+
+    def _with_usage(self, answer: Answer, finished: Sequence[Finished]) -> Answer:
         answer.usage = Usage.of(finished)
         answer.metrics = Metrics.of(finished, longest_path=self._wanted.longest_path)
         return answer
@@ -236,13 +344,15 @@ class Telling:
             yield event
 
 
-def _pieces(emission: Emission, *, per_token: bool) -> Iterator[Piece]:
-    """The emission as chunks; none for tokens whose text is still held back, unless they are asked for one by one."""
-    if per_token:
-        for token_id, text in zip(emission.token_ids, emission.pieces, strict=True):
-            yield Piece(text, (token_id,))
-    elif emission.token_ids:
-        yield Piece(emission.text, emission.token_ids)
+def _pieces(piece: Piece, *, per_token: bool) -> Iterator[Piece]:
+    """The piece as chunks: one, or one for each token; none for no tokens."""
+    if not per_token:
+        yield from [piece] if piece.token_ids else []
+        return
+    offset = piece.offset
+    for place, (token_id, text) in enumerate(zip(piece.token_ids, piece.texts, strict=True)):
+        yield Piece(piece.index, (text,), (token_id,), piece.log_probs[place : place + 1], offset)
+        offset += len(text)
 
 
 def event_of(error: TreewireError) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
@@ -29,6 +32,7 @@ SERVICES = {
     "verify": verify_service.assembly.SERVICE,
     "gateway": gateway.assembly.SERVICE,
 }
+KUBERNETES = "1.37.0"
 SGLANG = ("model", "device", "dtype", "max_context", "max_sessions", "max_tree_nodes", "bind")
 
 
@@ -69,7 +73,7 @@ def check_environment(service: str, environment: dict[str, str]) -> None:
     SETTINGS[service](**{**known, "token": "secret"})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("file", ["compose.yaml", "deploy/compose.gpu.yaml"])
+@pytest.mark.parametrize("file", ["compose.yaml", "deploy/compose.gpu.yaml", "tests/compose/simulated.yaml"])
 def test_compose_sets_what_the_services_know(file: str) -> None:
     """No variable of a compose file is unknown to its service, and no value refused."""
     services = yaml.load((ROOT / file).read_text(), _Compose)["services"]
@@ -158,6 +162,41 @@ def test_kubernetes_groups_serve_from_their_leaders() -> None:
     assert num_gpus == int(flags["--tp-size"])
     patches = (DEPLOY / "k8s" / "gpu" / "kustomization.yaml").read_text()
     assert patches.count("treewire/role: leader") == 2, "the service and the budget take leaders alone"
+
+
+@pytest.mark.parametrize("folder", ["base", "gpu"])
+def test_kubernetes_manifests_fit_the_schemas_of_kubernetes(folder: str) -> None:
+    """What kustomize makes of each folder holds against the published schemas, unknown fields refused; pods of a
+    LeaderWorkerSet, whose schema is not among them, as pods."""
+    if shutil.which("kubectl") is None:
+        if folder == "gpu":
+            pytest.skip("the patches of this folder need kubectl to be put together")
+        objects = [each for each in manifests(folder) if each["apiVersion"].partition("/")[0] != "kustomize.config.k8s.io"]
+    else:
+        command = ["kubectl", "kustomize", str(DEPLOY / "k8s" / folder)]
+        objects = list(yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    kinds = [each["kind"] for each in objects]
+    assert kinds.count("PodDisruptionBudget") == kinds.count("Service") == len(SERVICES)
+    assert kinds.count("Deployment") + kinds.count("LeaderWorkerSet") == len(SERVICES)
+    for each in objects:
+        if each["kind"] == "LeaderWorkerSet":
+            templates = each["spec"]["leaderWorkerTemplate"]
+            for role in ("leaderTemplate", "workerTemplate"):
+                pod = {"apiVersion": "v1", "kind": "Pod", **templates[role]}
+                kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+        else:
+            kubernetes_validate.validate(each, KUBERNETES, strict=True)
+
+
+def test_kubernetes_schemas_refuse_what_does_not_fit() -> None:
+    """The check above can fail: a misspelt field of a probe is found."""
+    (deployment,) = [
+        each for each in manifests("base") if each["kind"] == "Deployment" and "verify" in each["metadata"]["name"]
+    ]
+    (container,) = containers(deployment)
+    container["readinessProbe"]["periodSecond"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError, match="periodSecond"):
+        kubernetes_validate.validate(deployment, KUBERNETES, strict=True)
 
 
 def test_kustomize_names_files_that_exist() -> None:

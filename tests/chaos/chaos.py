@@ -53,7 +53,8 @@ class Plan:
     """What is run and how badly it is treated.
 
     `soak_seconds` is the least duration: requests go on until it is over; with rolling faults until every process was
-    restarted. `mean_pause_seconds` is between two faults.
+    restarted. `mean_pause_seconds` is between two faults, `step_seconds` the least duration of a simulated target's step.
+    `spared` names services, with commas between, whose first process is only ever paused.
     """
 
     generations: int = 2000
@@ -69,6 +70,8 @@ class Plan:
     soak_seconds: float = 0.0
     max_faults_at_once: int = 2
     faults: str = RANDOM
+    step_seconds: float = 0.002
+    spared: str = "gateway"
 
     def __post_init__(self) -> None:
         if self.faults not in (RANDOM, ROLLING):
@@ -77,7 +80,7 @@ class Plan:
     def verify_flags(self) -> list[str]:
         """Flags of a verify service."""
         if self.target == SIMULATED:
-            return ["--engine", SIMULATED, "--simulated-step-seconds", "0.002", "--grace-seconds", "5"]
+            return ["--engine", SIMULATED, "--simulated-step-seconds", str(self.step_seconds), "--grace-seconds", "5"]
         return ["--engine", "transformers", "--model", self.target, "--threads", "1", "--grace-seconds", "5"]
 
     def draft_flags(self) -> list[str]:
@@ -120,21 +123,23 @@ class Tally:
 
 @dataclass(frozen=True)
 class Remains:
-    """What is left when all is quiet; tasks, file descriptors and memory are those of the gateway that lived all along.
+    """What is left when all is quiet; tasks and file descriptors are those of the gateway that lived all along.
 
-    Where that was restarted too, it shows nothing.
+    Where that was restarted too, they show nothing. `opened` says what the file descriptors are that it did not have before.
+    `rss_megabytes` has the resident memory of each process that was spared, in the second and in the last quarter of the run.
     """
 
     sessions: int
     tasks: int
     file_descriptors: int
-    rss_start_megabytes: float
-    rss_end_megabytes: float
+    opened: list[str]
+    rss_megabytes: dict[str, tuple[float, float]]
 
     @property
     def rss_is_flat(self) -> bool:
-        """True if resident memory did not grow beyond the noise."""
-        return self.rss_end_megabytes <= self.rss_start_megabytes * _MAX_GROWTH + _FREE_GROWTH_BYTES / _MEGABYTE
+        """True if no resident memory grew beyond the noise."""
+        free = _FREE_GROWTH_BYTES / _MEGABYTE
+        return all(end <= start * _MAX_GROWTH + free for start, end in self.rss_megabytes.values())
 
 
 @dataclass(frozen=True)
@@ -157,17 +162,19 @@ class Report:
 
 
 class Stack:
-    """All processes of a run. The first gateway is only ever stopped for a while: it shows what a long life leaves behind."""
+    """All processes of a run. Those that are spared are only ever paused: they show what a long life leaves behind."""
 
     def __init__(self, plan: Plan, logs: Path) -> None:
         self.verify = [Process("verify_service", plan.verify_flags(), logs / f"verify{n}.log") for n in range(plan.verify)]
         self.draft = [Process("draft_service", plan.draft_flags(), logs / f"draft{n}.log") for n in range(plan.draft)]
         flags = plan.gateway_flags(self.verify, self.draft)
         self.gateways = [Process("gateway", flags, logs / f"gateway{n}.log") for n in range(plan.gateways)]
+        services = {"verify": self.verify, "draft": self.draft, "gateway": self.gateways}
+        self.spared = {name: services[name][0] for name in plan.spared.split(",")}
 
     @property
     def witness(self) -> Process:
-        """The gateway that lives from the beginning to the end."""
+        """The gateway that is looked into."""
         return self.gateways[0]
 
     @asynccontextmanager
@@ -198,7 +205,7 @@ class Chaos:
         self._rolled = asyncio.Event()
         if plan.faults == RANDOM:
             self._rolled.set()
-        self.rss: list[int] = []
+        self._rss: dict[str, list[int]] = {name: [] for name in stack.spared}
         self.tally = Tally()
 
     async def run(self) -> None:
@@ -277,7 +284,7 @@ class Chaos:
         """One fault at one process; returns when the process is well again."""
         stack = self._stack
         process = self._chance.choice([*stack.verify * 2, *stack.draft * 2, *stack.gateways])
-        kind = "pause" if process is stack.witness else self._chance.choice(["kill", "pause", "drain"])
+        kind = "pause" if process in stack.spared.values() else self._chance.choice(["kill", "pause", "drain"])
         if process.hurting.locked():
             return
         async with process.hurting:
@@ -292,9 +299,22 @@ class Chaos:
 
     async def _sample_rss(self) -> None:
         while True:
-            with suppress(psutil.NoSuchProcess):
-                self.rss.append(psutil.Process(self._stack.witness.pid).memory_info().rss)
+            for name, process in self._stack.spared.items():
+                with suppress(psutil.NoSuchProcess):
+                    self._rss[name].append(psutil.Process(process.pid).memory_info().rss)
             await asyncio.sleep(_SAMPLE_SECONDS)
+
+    def rss_megabytes(self) -> dict[str, tuple[float, float]]:
+        """Median resident memory of the spared processes in the second and in the last quarter of the run."""
+        medians = {}
+        for name, samples in self._rss.items():
+            quarter = max(1, len(samples) // 4)
+            medians[name] = (_megabytes(samples[quarter : 2 * quarter] or samples), _megabytes(samples[-quarter:]))
+        return medians
+
+
+def _megabytes(samples: Sequence[int]) -> float:
+    return round(statistics.median(samples) / _MEGABYTE, 1)
 
 
 async def run(plan: Plan, say: Console) -> Report:
@@ -312,7 +332,6 @@ async def run(plan: Plan, say: Console) -> Report:
             seconds = time.monotonic() - started
             await _settle(stack, plan)
             after = await _handles(stack.witness) if stack.witness.pid == witness else before
-            quarter = max(1, len(chaos.rss) // 4)
             return Report(
                 plan=plan,
                 tally=chaos.tally,
@@ -321,9 +340,9 @@ async def run(plan: Plan, say: Console) -> Report:
                 remains=Remains(
                     sessions=await _num_sessions(stack),
                     tasks=max(0, after.tasks - before.tasks),
-                    file_descriptors=max(0, after.file_descriptors - before.file_descriptors),
-                    rss_start_megabytes=round(statistics.median(chaos.rss[quarter : 2 * quarter] or chaos.rss) / _MEGABYTE, 1),
-                    rss_end_megabytes=round(statistics.median(chaos.rss[-quarter:]) / _MEGABYTE, 1),
+                    file_descriptors=max(0, len(after.file_descriptors) - len(before.file_descriptors)),
+                    opened=sorted((after.file_descriptors - before.file_descriptors).elements()),
+                    rss_megabytes=chaos.rss_megabytes(),
                 ),
                 seconds=round(seconds, 1),
             )
@@ -353,7 +372,7 @@ class _Handles:
     """What a process holds."""
 
     tasks: int
-    file_descriptors: int
+    file_descriptors: Counter[str]
 
 
 async def _handles(process: Process) -> _Handles:
@@ -362,8 +381,25 @@ async def _handles(process: Process) -> _Handles:
     for _ in range(_NUM_LOOKS):
         tasks.append(int(await process.metric("treewire_tasks")))
         await asyncio.sleep(_SAMPLE_SECONDS)
-        file_descriptors.append(psutil.Process(process.pid).num_fds())
-    return _Handles(min(tasks), min(file_descriptors))
+        file_descriptors.append(_file_descriptors(process.pid))
+    return _Handles(min(tasks), min(file_descriptors, key=Counter.total))
+
+
+def _file_descriptors(pid: int) -> Counter[str]:
+    """What the open file descriptors of a process are: paths, and of connections both ends."""
+    process = psutil.Process(pid)
+    connections = {
+        each.fd: f"tcp {_end(each.laddr)} -> {_end(each.raddr)} {each.status}" for each in process.net_connections("tcp")
+    }
+    targets: Counter[str] = Counter()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since
+            targets[connections.get(int(link.name)) or str(link.readlink())] += 1
+    return targets
+
+
+def _end(address: object) -> str:
+    return ":".join(str(part) for part in address) if isinstance(address, tuple) else ""
 
 
 async def _settle(stack: Stack, plan: Plan) -> None:
@@ -397,12 +433,14 @@ def show(report: Report, console: Console) -> None:
         "faults": faults,
         "failovers, drafter losses (first gateway)": f"{report.failovers:.0f}, {report.drafter_losses:.0f}",
         "leaked sessions / tasks / file descriptors": f"{remains.sessions} / {remains.tasks} / {remains.file_descriptors}",
-        "resident memory of the first gateway": f"{remains.rss_start_megabytes} -> {remains.rss_end_megabytes} MB",
+        "resident memory": ", ".join(f"{name} {start} -> {end} MB" for name, (start, end) in remains.rss_megabytes.items()),
         "verdict": "holds" if report.holds else "BROKEN",
     }
     for name, value in rows.items():
         table.add_row(name, str(value))
     console.print(table)
+    if remains.file_descriptors:
+        console.print("\n".join(["open now, and not before:", *remains.opened]), style="red")
     for error in tally.errors[:20]:
         console.print(error, style="red")
 

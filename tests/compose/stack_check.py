@@ -1,190 +1,267 @@
-"""This file brings the compose stack up from a clean checkout of HEAD, streams one generation through it from this
-machine, checks what the images promise, and takes the stack down again.
+"""This file brings the compose stack up from a clean checkout of HEAD with two replicas of each service, generates through
+every door of it, hurts its containers one after another and at random under load, and takes the stack down again.
 
-    python tests/compose/stack_check.py
+    python -m tests.compose.stack_check
 
-It needs a Docker engine with the compose plugin (v2) and, in the Python that runs it, treewire with the `cli` extra. It
-exits with 0 if every promise held. Uncommitted changes are not part of the check.
+It needs a Docker engine with the compose plugin (v2) on this machine, whose containers it can reach at their addresses; and, in
+the Python that runs it, treewire with its developer tools. It exits with 0 if every promise held. Uncommitted changes are not
+part of the check.
 """
 
+from __future__ import annotations
+
+import argparse
+import asyncio
 import json
 import os
-import secrets
+import random
 import signal
-import subprocess
 import sys
-import tarfile
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from io import BytesIO
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-LIMIT_SECONDS = float(os.environ.get("COMPOSE_TEST_LIMIT_SECONDS", "1500"))
-CLEANUP_SECONDS = 180.0
-SERVICES = ("draft", "verify", "gateway")
-GATEWAY_PORT = 50050
+import openai
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import provenance
+from tests.chaos.requests import Output, Request, simulated_outputs, simulated_requests, text_requests
+from tests.compose.mishaps import KILL, KINDS, Doors, Fault, Mishaps, Outcome
+from tests.compose.stack import (
+    GATEWAY_PORT,
+    HTTP_PORT,
+    SERVICES,
+    CheckFailedError,
+    Container,
+    Stack,
+    clean_stack,
+    require,
+    require_engine,
+)
+from treewire import AsyncClient
+
+LIMIT_SECONDS = float(os.environ.get("COMPOSE_TEST_LIMIT_SECONDS", "2400"))
+PASS_SECONDS = float(os.environ.get("COMPOSE_TEST_PASS_SECONDS", "420"))
+"""After this time a pass begins no more faults, but for one to each container."""
+REPLICAS = 2
+SEED = 1
 PROMPT = "Write one sentence about the sea."
-
-NEEDS_ENGINE = """this check needs a running Docker engine with the compose plugin (v2), and `{command}` failed:
-{reason}
-Install Docker Engine from your distribution or from docs.docker.com/engine/install, start it, and see that
-`docker info` and `docker compose version` work as this user."""
+MODEL = "smollm2-135m"
+NUM_RANDOM_FAULTS = 16
+NUM_RANDOM_GENERATIONS = 200
 
 
-class CheckFailedError(Exception):
-    """A promise of the stack did not hold; the message says which."""
+class Log:
+    """What is said on the way: on the terminal, and kept for the record."""
+
+    def __init__(self) -> None:
+        self.console = Console(width=120, record=True, highlight=False)
+
+    def __call__(self, line: str) -> None:
+        """One line of progress."""
+        self.console.print(line, markup=False)
 
 
-@dataclass(frozen=True)
-class Stack:
-    """One compose project: where its files lie, under what name it runs, and when it must be done."""
-
-    checkout: Path
-    project: str
-    environment: Mapping[str, str]
-    deadline: float
-
-    def run(self, *command: str, stdout: int | None = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-        """Run a command in the checkout within what is left of the time; CheckFailedError when the time is up."""
-        remaining_seconds = self.deadline - time.monotonic()
-        process = subprocess.Popen(
-            command, cwd=self.checkout, env=self.environment, stdout=stdout, text=True, start_new_session=True
-        )
-        try:
-            output, _ = process.communicate(timeout=max(remaining_seconds, 0.0))
-        except subprocess.TimeoutExpired as expired:
-            raise CheckFailedError(f"the check took more than {LIMIT_SECONDS:.0f} s, in `{' '.join(command)}`") from expired
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        return subprocess.CompletedProcess(command, process.returncode, output)
-
-    def compose(self, *arguments: str, stdout: int | None = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-        """Run `docker compose` on this project."""
-        return self.run("docker", "compose", "--project-name", self.project, *arguments, stdout=stdout)
-
-    def inside(self, service: str, code: str) -> subprocess.CompletedProcess[str]:
-        """Run Python code in a service's container."""
-        return self.compose("exec", "-T", service, "python", "-c", code)
+def check_ports(gateways: Sequence[Container], others: Sequence[Container]) -> None:
+    """Gateways are published on loopback, and nothing else is published."""
+    for gateway in gateways:
+        published = gateway.published(GATEWAY_PORT)
+        require(published.startswith("127.0.0.1:"), f"{gateway.name} is published at {published!r}, not on loopback")
+    for container in others:
+        require(not container.ports(), f"{container.name} publishes {container.ports()}")
 
 
-def require(holds: bool, otherwise: str) -> None:
-    """CheckFailedError with the message `otherwise` unless it holds."""
-    if not holds:
-        raise CheckFailedError(otherwise)
-
-
-def say(step: str) -> None:
-    """One line of progress."""
-    print(f"== {step}", flush=True)
-
-
-def require_engine() -> None:
-    """CheckFailedError, with the way out, unless a Docker engine and its compose plugin answer."""
-    for command in (["docker", "info"], ["docker", "compose", "version"]):
-        try:
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        except (FileNotFoundError, subprocess.TimeoutExpired) as error:
-            raise CheckFailedError(NEEDS_ENGINE.format(command=" ".join(command), reason=error)) from error
-        require(answer.returncode == 0, NEEDS_ENGINE.format(command=" ".join(command), reason=answer.stderr.strip()))
-
-
-def check_out_head(destination: Path) -> None:
-    """Put the files of HEAD, and nothing else, into `destination`."""
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=REPOSITORY, capture_output=True, check=True).stdout
-    with tarfile.open(fileobj=BytesIO(archive)) as files:
-        files.extractall(destination, filter="data")
-
-
-@contextmanager
-def clean_stack() -> Iterator[Stack]:
-    """A stack of HEAD under a name, image tag and port of its own; all of it is removed at the end."""
-    project = f"treewire-check-{secrets.token_hex(4)}"
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TREEWIRE_", "COMPOSE_"))}
-    environment = inherited | {"TREEWIRE_TAG": project, "TREEWIRE_PORT": "0", "TREEWIRE_HTTP_PORT": "0"}
-    with tempfile.TemporaryDirectory(prefix=project) as folder:
-        checkout = Path(folder)
-        check_out_head(checkout)
-        stack = Stack(checkout, project, environment, time.monotonic() + LIMIT_SECONDS)
-        try:
-            yield stack
-        except CheckFailedError:
-            say("what the services logged")
-            unhurried(stack).compose("logs", "--no-color", "--tail", "200", stdout=None)
-            raise
-        finally:
-            say("taking the stack down")
-            unhurried(stack).compose("down", "--volumes", "--remove-orphans", "--rmi", "all", stdout=None)
-
-
-def unhurried(stack: Stack) -> Stack:
-    """The same stack with time to clean up, however late it is."""
-    return Stack(stack.checkout, stack.project, stack.environment, time.monotonic() + CLEANUP_SECONDS)
-
-
-def bring_up(stack: Stack) -> None:
-    """Build the images and start the services; returns when every service is healthy."""
-    say("building the images")
-    require(stack.compose("--progress", "plain", "build", stdout=None).returncode == 0, "the images do not build")
-    say("starting the services; the first start fetches the weights")
-    up = stack.compose("--progress", "plain", "up", "--detach", "--no-build", "--wait", *SERVICES, stdout=None)
-    require(up.returncode == 0, "the services do not become healthy")
-
-
-def gateway_address(stack: Stack) -> str:
-    """Where the gateway answers on this machine: loopback, and the only port that the stack publishes."""
-    published = stack.compose("port", "gateway", str(GATEWAY_PORT)).stdout.strip()
-    require(published.startswith("127.0.0.1:"), f"the gateway is published at {published!r}, not on loopback")
-    for service in ("draft", "verify"):
-        ports = stack.run("docker", "port", stack.compose("ps", "--quiet", service).stdout.strip()).stdout.strip()
-        require(not ports, f"{service} publishes {ports}")
-    return published
-
-
-def check_generation(stack: Stack, address: str) -> None:
-    """`treewire generate` on this machine gets text through the stack, made in rounds."""
-    say(f"generating through {address}")
-    command = [sys.executable, "-m", "treewire", "generate", PROMPT, "--address", address, "--json"]
-    generated = stack.run(*command)
+def check_generation(stack: Stack, gateway: Container, say: Log) -> None:
+    """`treewire generate` on this machine gets text through the gateway, made in rounds; so does OpenAI's client."""
+    address = gateway.published(GATEWAY_PORT)
+    generated = stack.run(sys.executable, "-m", "treewire", "generate", PROMPT, "--address", address, "--json")
     require(generated.returncode == 0, f"`treewire generate` exited with {generated.returncode}")
     result = json.loads(generated.stdout)
     require(bool(result["text"].strip()), f"no text in {result}")
     require(result["rounds"] > 0, f"no rounds in {result}")
-    print(f"{result['text']}\n({result['rounds']} rounds)", flush=True)
+    say(f"treewire generate at {gateway.name}: {result['text']} ({result['rounds']} rounds)")
+    url = f"http://{gateway.published(HTTP_PORT)}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", http_client=openai.DefaultHttpxClient(trust_env=False)) as client:
+        answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": PROMPT}], temperature=0)
+    require(
+        answer.choices[0].message.content == result["text"], f"the openai client gets {answer.choices[0].message.content!r}"
+    )
+    say(f"the openai client at {gateway.name} gets the same text")
 
 
-def check_containers(stack: Stack, services: Sequence[str]) -> None:
-    """Every service runs as an ordinary user on a root it cannot write, and the gateway has no model framework."""
-    say("looking into the containers")
-    for service in services:
-        user = stack.inside(service, "import os; print(os.getuid())").stdout.strip()
-        require(user not in ("", "0"), f"{service} runs as user {user!r}")
-        writable = stack.inside(service, "import os, sys; print(os.access(sys.prefix, os.W_OK))").stdout.strip()
-        require(writable == "False", f"{service} can write to its own programs")
-    for framework in ("torch", "transformers"):
+def check_container(container: Container) -> None:
+    """It runs as an ordinary user on a root it cannot write, and a gateway has no model framework."""
+    user = container.python("import os; print(os.getuid())").stdout.strip()
+    require(user not in ("", "0"), f"{container.name} runs as user {user!r}")
+    writable = container.python("import os, sys; print(os.access(sys.prefix, os.W_OK))").stdout.strip()
+    require(writable == "False", f"{container.name} can write to its own programs")
+    for framework in ("torch", "transformers") if container.service == "gateway" else ():
         absent = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{framework}') is not None)"
-        require(stack.inside("gateway", absent).returncode == 0, f"the gateway image has {framework}")
+        require(container.python(absent).returncode == 0, f"{container.name} has {framework}")
 
 
-def main() -> None:
-    """Check everything; exit with 1 and the reason on the first promise that does not hold."""
+async def undisturbed(gateway: Container, requests: Sequence[Request]) -> list[Output]:
+    """What a real model gives to each request, one after another, while nothing happens."""
+    async with AsyncClient(gateway.published(GATEWAY_PORT)) as client:
+        generations = [await client.generate(**request.options()) for request in requests]
+    return [Output(generation.token_ids, generation.text) for generation in generations]
+
+
+class Check:
+    """The check of one stack."""
+
+    def __init__(self, stack: Stack, say: Log) -> None:
+        self._stack = stack
+        self._say = say
+        self.outcomes: dict[str, Outcome] = {}
+
+    def run(self) -> None:
+        """All of it; CheckFailedError at the first promise that does not hold."""
+        say, stack = self._say, self._stack
+        say("== building the images")
+        stack.build()
+        say(f"== starting {REPLICAS} replicas of each service; the first start fetches the weights")
+        stack.up(REPLICAS)
+        containers = _containers(stack)
+        gateways = [each for each in containers if each.service == "gateway"]
+        check_ports(gateways, [each for each in containers if each.service != "gateway"])
+        for gateway in gateways:
+            check_generation(stack, gateway, say)
+        for container in containers:
+            check_container(container)
+        say("== real model: every container killed in turn, then one of each service paused, restarted, cut off the network")
+        one_of_each = [containers[number * REPLICAS] for number in range(len(SERVICES))]
+        faults = [Fault(KILL, each) for each in containers]
+        faults += [Fault(kind, each) for kind in KINDS if kind != KILL for each in one_of_each]
+        requests = text_requests(10, SEED)
+        outputs = asyncio.run(undisturbed(gateways[0], requests))
+        self._hurt("real model, in turn", stack, MODEL, requests, outputs, faults, concurrency=4)
+        say("== simulated engines: everything done to every container in turn, then at random, two at once")
+        simulated = stack.with_file("tests/compose/simulated.yaml")
+        simulated.up(REPLICAS)
+        containers, chance = _containers(simulated), random.Random(SEED)
+        requests = simulated_requests(64, SEED)
+        outputs = simulated_outputs(requests)
+        turns = range(len(KINDS))
+        faults = [Fault(KINDS[(turn + at) % len(KINDS)], each) for turn in turns for at, each in enumerate(containers)]
+        self._hurt("simulated, in turn", simulated, "simulated", requests, outputs, faults, concurrency=12)
+        faults = [Fault(chance.choice(KINDS), chance.choice(containers)) for _ in range(NUM_RANDOM_FAULTS)]
+        self._hurt("simulated, at random", simulated, "simulated", requests, outputs, faults, concurrency=12, at_once=2)
+
+    def _hurt(
+        self,
+        title: str,
+        stack: Stack,
+        model: str,
+        requests: Sequence[Request],
+        outputs: Sequence[Output],
+        faults: Sequence[Fault],
+        *,
+        concurrency: int,
+        at_once: int = 1,
+    ) -> None:
+        containers = list(dict.fromkeys(fault.container for fault in faults))
+        doors = Doors([each for each in containers if each.service == "gateway"], model)
+        mishaps = Mishaps(doors, containers, requests, outputs, self._say, seed=SEED, pause_seconds=3.0)
+        least = 0 if at_once == 1 else NUM_RANDOM_GENERATIONS
+        self.outcomes[title] = outcome = mishaps.outcome
+        try:
+            asyncio.run(
+                mishaps.run(
+                    faults,
+                    least_faults=len(containers),
+                    seconds=PASS_SECONDS,
+                    concurrency=concurrency,
+                    least_generations=least,
+                    at_once=at_once,
+                )
+            )
+        except* CheckFailedError as failures:
+            first = next(leaf for leaf in _leaves(failures))
+            raise first from failures
+        for error in outcome.tally.errors:
+            self._say(error)
+        require(not outcome.failures, f"{title}: {', '.join(outcome.failures)}")
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for each in group.exceptions:
+        yield from _leaves(each) if isinstance(each, BaseExceptionGroup) else (each,)
+
+
+def _containers(stack: Stack) -> list[Container]:
+    return [container for service in SERVICES for container in stack.containers(service, REPLICAS)]
+
+
+def show(outcomes: dict[str, Outcome], console: Console) -> None:
+    """The summary."""
+    table = Table("", *outcomes)
+    rows: dict[str, Sequence[object]] = {
+        "exact": [outcome.tally.exact for outcome in outcomes.values()],
+        "by door": [", ".join(f"{count} {door}" for door, count in sorted(each.doors.items())) for each in outcomes.values()],
+        "lost / duplicated / different": [
+            f"{each.tally.lost} / {each.tally.duplicated} / {each.tally.different}" for each in outcomes.values()
+        ],
+        "gateway died in mid-stream (not counted)": [each.tally.gateway_died for each in outcomes.values()],
+        "begun again before the first token": [each.tally.tried_again for each in outcomes.values()],
+        "faults": [", ".join(f"{n} x {kind}" for kind, n in sorted(each.tally.faults.items())) for each in outcomes.values()],
+        "faults left out for want of time": [each.num_faults_left for each in outcomes.values()],
+        "deaths noticed after (s)": [
+            ", ".join(f"{each.noticed_seconds:.2f}" for each in outcome.mishaps if each.noticed_seconds is not None)
+            for outcome in outcomes.values()
+        ],
+        "failovers, drafter losses": [f"{each.failovers}, {each.drafter_losses}" for each in outcomes.values()],
+        "sessions left behind": [each.sessions_left for each in outcomes.values()],
+        "seconds": [each.seconds for each in outcomes.values()],
+        "verdict": ["BROKEN" if each.failures else "holds" for each in outcomes.values()],
+    }
+    for name, cells in rows.items():
+        table.add_row(name, *map(str, cells))
+    console.print(table)
+
+
+def to_json(outcomes: dict[str, Outcome], seconds: float, failure: str | None) -> str:
+    """The outcome for the record."""
+    figures = {
+        title: {
+            **asdict(outcome),
+            "tally": vars(outcome.tally) | {"faults": dict(outcome.tally.faults)},
+            "doors": dict(outcome.doors),
+        }
+        for title, outcome in outcomes.items()
+    }
+    verdict = {"seed": SEED, "replicas": REPLICAS, "seconds": round(seconds, 1), "holds": failure is None, "failure": failure}
+    return json.dumps(provenance() | verdict | {"outcomes": figures}, indent=2)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check everything; 1 with the reason on the first promise that does not hold."""
+    parser = argparse.ArgumentParser(prog="python -m tests.compose.stack_check", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="file for the outcome")
+    parser.add_argument("--log", type=Path, help="file for what was said on the way")
+    options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
-    started = time.monotonic()
+    say, started, outcomes, failure = Log(), time.monotonic(), {}, None
     try:
         require_engine()
-        with clean_stack() as stack:
-            bring_up(stack)
-            check_generation(stack, gateway_address(stack))
-            check_containers(stack, SERVICES)
-    except CheckFailedError as failure:
-        sys.exit(f"FAILED: {failure}")
-    say(f"all promises held, {time.monotonic() - started:.0f} s")
+        with clean_stack(LIMIT_SECONDS, REPLICAS) as stack:
+            check = Check(stack, say)
+            outcomes = check.outcomes
+            check.run()
+    except CheckFailedError as error:
+        failure = str(error)
+    seconds = time.monotonic() - started
+    if outcomes:
+        show(outcomes, say.console)
+    say(f"== FAILED: {failure}" if failure else f"== all promises held, {seconds:.0f} s")
+    if options.json is not None:
+        options.json.write_text(to_json(outcomes, seconds, failure) + "\n")
+    if options.log is not None:
+        options.log.write_text(say.console.export_text())
+    return 0 if failure is None else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -39,6 +39,7 @@ def samples(kind: type[Message], fingerprint: tree_pb2.Fingerprint) -> list[Mess
             return [
                 generate_pb2.GenerateRequest(text="go on", max_tokens=3, budget=4),
                 generate_pb2.GenerateRequest(chat=generate_pb2.Chat(messages=[turn]), max_tokens=2, stop=["x"]),
+                generate_pb2.GenerateRequest(text="go on", max_tokens=3, regex="[a-z]{4}"),
                 generate_pb2.GenerateRequest(tokens=generate_pb2.TokenIds(token_ids=PROMPT), sampling=sampling, max_tokens=2),
             ]
         case verify_pb2.VerifyRequest:
@@ -46,7 +47,10 @@ def samples(kind: type[Message], fingerprint: tree_pb2.Fingerprint) -> list[Mess
                 protocol_version=wire.PROTOCOL_VERSION, target=fingerprint, prompt_token_ids=PROMPT, sampling=sampling
             )
             tree = tree_pb2.DraftTree(token_ids=[5, 6, 7], parents=[-1, 0, 0])
-            return [verify_pb2.VerifyRequest(open=opening), verify_pb2.VerifyRequest(tree=tree)]
+            structured = verify_pb2.VerifyOpen(grammar='root ::= "a" [b-z]{2}')
+            structured.MergeFrom(opening)
+            requests = [verify_pb2.VerifyRequest(open=opening), verify_pb2.VerifyRequest(tree=tree)]
+            return [*requests, verify_pb2.VerifyRequest(open=structured)]
         case draft_pb2.DraftRequest:
             opening = draft_pb2.DraftOpen(
                 protocol_version=wire.PROTOCOL_VERSION,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -353,6 +353,59 @@ async def test_draining_lets_a_generation_finish_within_the_grace_period() -> No
         await eventually(lambda: stack.num_sessions == (1, 1))
         await stack.door.drain(asyncio.Event(), 20.0)
         assert (await running).json()["usage"]["completion_tokens"] == 60
+
+
+async def test_callers_without_a_key_are_told_apart_by_where_they_call_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crowd from one address, over either door, delays a caller from another one by a single turn."""
+    entered: list[str] = []
+    async with rig(SimulatedTarget(SIMULATED, step_seconds=0.01), max_running=1) as (stack, http):
+        place = stack.gateway.admission.place
+
+        @asynccontextmanager
+        async def recorded(key: str = "", remaining_seconds: float | None = None) -> AsyncIterator[None]:
+            async with place(key, remaining_seconds):
+                entered.append(key)
+                yield
+
+        monkeypatch.setattr(stack.gateway.admission, "place", recorded)
+        body = {"prompt": "go on", "max_tokens": 40, "ignore_eos": True}
+        elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+        async with (
+            httpx.AsyncClient(base_url=stack.http_url, timeout=20, transport=elsewhere) as other,
+            stack.client() as client,
+        ):
+            crowd = [asyncio.create_task(http.post(COMPLETIONS, json=body)) for _ in range(4)]
+            crowd.append(asyncio.create_task(client.generate("go on", max_tokens=40)))
+            await eventually(lambda: stack.gateway.admission.num_queued == 4)
+            assert (await other.post(COMPLETIONS, json=body)).status_code == 200
+            await asyncio.gather(*crowd)
+    assert sorted(entered) == ["127.0.0.1"] * 5 + ["127.0.0.2"]
+    assert "127.0.0.2" in entered[:3]
+
+
+async def test_deadline_of_a_request_holds() -> None:
+    """Refused at once where it could not begin in time; 504, or the last event of a stream, where it does not end in time."""
+    async with rig(SimulatedTarget(SIMULATED, step_seconds=0.02), max_running=1) as (stack, http):
+
+        def ask(seconds: object, **body: Any) -> Coroutine[Any, Any, httpx.Response]:
+            body = {"prompt": "go on", "max_tokens": 3000, "ignore_eos": True, **body}
+            return http.post(COMPLETIONS, json=body, headers={"x-deadline-seconds": str(seconds)})
+
+        for nonsense in ("soon", "0", "-1", "nan", "inf", "86401"):
+            assert error_of(await ask(nonsense), 400)["param"] == "x-deadline-seconds"
+        assert (await ask(20, max_tokens=300)).status_code == 200
+        error = error_of(await ask(0.5), 504)
+        assert error["message"] == "the request had not ended at its x-deadline-seconds"
+        await eventually(lambda: stack.num_sessions == (0, 0))
+        events = [line.removeprefix("data: ") for line in (await ask(0.5, stream=True)).text.splitlines() if line]
+        assert len(events) > 2
+        assert json.loads(events[-1])["error"]["code"] == "deadline_exceeded"
+        await eventually(lambda: stack.num_sessions == (0, 0))
+        running = asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "go on", "max_tokens": 300, "ignore_eos": True}))
+        await eventually(lambda: stack.num_sessions == (1, 1))
+        refused = await ask(0.4, max_tokens=1)
+        assert "s of waiting are ahead, the deadline is in 0." in error_of(refused, 429)["message"]
+        assert (await running).status_code == 200
 
 
 async def test_requests_are_counted_by_route_and_status() -> None:

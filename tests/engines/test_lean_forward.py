@@ -16,12 +16,13 @@ from transformers import AutoModelForCausalLM
 from tests.engines.target_contract import random_tree
 from tests.engines.tiny_models import VOCABULARY_SIZE, save_tiny_model
 from treewire.core.tree import DraftTree
+from treewire.int8 import Int8Linear
 from treewire.vocabulary import load_tokenizer
 from treewire.weights import resolve
 from verify_service.attention.layout import Segment, StepLayout
 from verify_service.engine import Unsupported
 from verify_service.engines.transformers.architecture import Architecture
-from verify_service.engines.transformers.linear import FineInt8Linear, Int8Linear
+from verify_service.engines.transformers.linear import FineInt8Linear
 from verify_service.engines.transformers.segments import chain_segment, tree_segment
 from verify_service.engines.transformers.selection import Forward, ForwardKind, load_model
 
@@ -96,9 +97,12 @@ def test_int8_of_another_architecture_is_refused(tmp_path: Path) -> None:
         forward(tmp_path, "int8", "auto")
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [(Int8Linear, 0.03), (FineInt8Linear, 0.01)])
+@pytest.mark.parametrize(("kind", "tolerance"), [(Int8Linear, 0.03), (FineInt8Linear, 0.015)])
 def test_an_int8_product_is_near_the_product(kind: type[Int8Linear], tolerance: float) -> None:
-    """Rounding moves a product by little; in two parts by less, rows of zeros stay zeros, and biases are added."""
+    """Rounding moves a product by little; in two parts by less, rows of zeros stay zeros, and biases are added.
+
+    Where weights have one bit less, for want of VNNI, their rounding alone moves it by 0.012.
+    """
     generator = torch.Generator().manual_seed(2)
     weight, bias = torch.randn(40, 96, generator=generator), torch.randn(40, generator=generator)
     rows = torch.cat((torch.randn(7, 96, generator=generator), torch.zeros(1, 96)))

@@ -1,4 +1,4 @@
-"""Rounds of random sessions leave pages and memory where they were. `make soak` runs 20,000 of them, the suite fewer."""
+"""Rounds of random sessions leave pages and memory as they were. `make soak-sessions` runs 20,000 of them, the suite fewer."""
 
 from __future__ import annotations
 

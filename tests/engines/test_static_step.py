@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.engines.target_contract import GREEDY, Subject, TargetContract, prefill, random_tree, score
-from tests.engines.test_tensor_parallel import check_same, rounds
+from tests.engines.test_tensor_parallel import check_same, masked_choices, rounds
 from tests.engines.tiny_drafters import save_dflash
 from tests.engines.tiny_models import save_tiny_model
 from treewire.core.noise import hashed_seed, noise_integers, noise_integers_of
@@ -64,6 +64,11 @@ def test_it_is_the_ragged_step(folder: Path, tmp_path: Path, page_size: int) -> 
     options = {"feature_projection": save_dflash(tmp_path), "kv_page_size": page_size}
     expected = rounds(TransformersTarget.load(folder, graphs="off", **SIZES, **options))
     check_same(rounds(static(folder, **options)), expected)
+
+
+def test_masks_hold_on_static_buffers(folder: Path) -> None:
+    """Where a structure allows some tokens alone, the choices are those on ragged rows."""
+    assert masked_choices(static(folder)) == masked_choices(TransformersTarget.load(folder, graphs="off", **SIZES))
 
 
 def test_what_memory_held_before_is_in_no_answer(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

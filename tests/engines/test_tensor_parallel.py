@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -36,7 +37,7 @@ from treewire.core.tree import DraftTree
 from treewire.weights import resolve
 from verify_service.engine import EngineLost, Posterior, PrefillChunk, Scoring, TargetEngine, Unsupported
 from verify_service.engines.transformers import TransformersTarget
-from verify_service.engines.transformers.tensor_parallel import StartedTransformers, TensorParallelOptions
+from verify_service.engines.transformers.tensor_parallel import FoundMasks, StartedTransformers, TensorParallelOptions
 
 SHAPE: dict[str, Any] = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8, "intermediate_size": 100}
 SEEDED = Sampling(temperature=1.3, seed=5)
@@ -133,6 +134,36 @@ def rounds(engine: TargetEngine, num_rounds: int = 2, num_nodes: int = 13) -> li
     return answers
 
 
+def masked_choices(engine: TargetEngine) -> list[tuple[int, ...]]:
+    """What a greedy and a drawing session choose after a prompt and at the nodes of a tree where a third of the tokens is
+    allowed; checks that the choices are allowed."""
+    rng = np.random.default_rng(11)
+    size = engine.target.vocabulary_size
+    chosen = []
+    for number, sampling in enumerate((GREEDY, Sampling(temperature=0.9, seed=6)), start=1):
+        prompt = (3, 4, 5, 6, 7, 8, 10 + number)
+        known = engine.open(number, prompt, sampling)
+        first = _masks(rng, 1, size)
+        (posterior,) = engine.step([PrefillChunk(number, prompt[known:], last=True, masks=first)])
+        tree = random_tree(random.Random(5), posterior.token_ids[0], size, 9)
+        each = _masks(rng, len(tree), size)
+        (scored,) = engine.step([Scoring(number, tree, masks=each)])
+        for token_ids, masks in ((posterior.token_ids, first), (scored.token_ids, each)):
+            assert all(_allows(row, token_id) for row, token_id in zip(masks.rows(), token_ids, strict=True))
+        chosen += [posterior.token_ids, scored.token_ids]
+        engine.release(number)
+    return chosen
+
+
+def _masks(rng: np.random.Generator, num_rows: int, vocabulary_size: int) -> FoundMasks:
+    allowed = rng.random((num_rows, -(-vocabulary_size // 32) * 32)) < 1 / 3
+    return FoundMasks(np.packbits(allowed, axis=1, bitorder="little").view(np.int32))
+
+
+def _allows(row: NDArray[np.int32], token_id: int) -> bool:
+    return bool(row[token_id // 32] >> (token_id % 32) & 1)
+
+
 def check_same(found: list[Posterior], expected: list[Posterior]) -> None:
     """The same tokens; log-probs and features to rounding."""
     for one, other in zip(found, expected, strict=True):
@@ -148,6 +179,11 @@ def check_same(found: list[Posterior], expected: list[Posterior]) -> None:
 def test_two_ranks_are_one(two_ranks: Served, folder: Path, projection: Path) -> None:
     """Greedy, seeded, truncated and penalised sessions in common steps, with features: the same on two ranks."""
     check_same(rounds(two_ranks.engine()), rounds(one_rank(folder, projection)))
+
+
+def test_masks_hold_over_two_ranks(two_ranks: Served, folder: Path) -> None:
+    """Where a structure allows some tokens alone, two ranks choose what one does."""
+    assert masked_choices(two_ranks.engine()) == masked_choices(one_rank(folder))
 
 
 def test_two_ranks_on_static_buffers_are_one(folder: Path, projection: Path) -> None:

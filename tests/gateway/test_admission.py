@@ -125,3 +125,21 @@ async def test_a_request_that_cannot_begin_in_time_is_turned_away_when_it_comes(
             raise AssertionError("it began")
     assert caught.value.retry_after_seconds == pytest.approx(15.0)
     assert admission.num_queued == 2
+
+
+async def test_callers_that_leave_together_leave_no_place_taken() -> None:
+    """One that runs and those that wait behind it, all cancelled in one turn of the loop, as the choices of a request are."""
+    admission = Admission(max_running=1, max_queued=5, max_wait_seconds=60)
+
+    async def visit() -> None:
+        async with admission.place("a"):
+            await asyncio.sleep(60)
+
+    visits = [asyncio.create_task(visit()) for _ in range(3)]
+    await settle()
+    assert (admission.num_running, admission.num_queued) == (1, 2)
+    for each in visits:
+        each.cancel()
+    results = await asyncio.gather(*visits, return_exceptions=True)
+    assert all(isinstance(result, asyncio.CancelledError) for result in results)
+    assert (admission.num_running, admission.num_queued) == (0, 0)

@@ -5,8 +5,10 @@ import json
 import os
 import signal
 import subprocess
+import time
 import urllib.request
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -386,6 +388,21 @@ async def test_a_client_may_ping_through_a_long_silence() -> None:
         for channel in channels:
             assert await ask(channel, "Unary", b"after") == [b"after"]
             await channel.close()
+
+
+async def test_rpcs_wait_for_a_starved_event_loop() -> None:
+    """A loop that gets no time for 32 s, longer than gRPC keeps what nobody takes: whoever called meanwhile is answered."""
+
+    def unary(number: int) -> bytes:
+        with grpc.insecure_channel(toy.address, [*channel_options(), ("test.a_connection_of_its_own", number)]) as channel:
+            return bytes(channel.unary_unary(f"/{NAME}/Unary")(b"%d" % number, timeout=120))
+
+    async with running() as toy:
+        with ThreadPoolExecutor(max_workers=6) as callers:
+            answers = [callers.submit(unary, number) for number in range(6)]
+            time.sleep(32)  # noqa: ASYNC251 - this is the starved loop
+            answered = await asyncio.gather(*map(asyncio.wrap_future, answers))
+    assert answered == [b"%d" % number for number in range(6)]
 
 
 @pytest.mark.parametrize(

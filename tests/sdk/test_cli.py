@@ -68,6 +68,19 @@ def test_generate_prints_the_text():
     assert sampling.top_p == pytest.approx(0.9)
 
 
+@pytest.mark.parametrize("option", ["json-schema", "regex", "grammar"])
+def test_generate_takes_what_the_answer_must_match(option, tmp_path):
+    """A schema and a grammar from their files, an expression as it is."""
+    said = '{"type": "object"}'
+    (tmp_path / "said").write_text(said)
+    with FakeGateway("{}") as gateway:
+        given = said if option == "regex" else str(tmp_path / "said")
+        assert run("generate", "Hi", f"--{option}", given, "--address", gateway.address) == (0, "{}\n", "")
+    (request,) = gateway.requests
+    assert getattr(request, request.WhichOneof("structure")) == said
+    assert request.WhichOneof("structure") == option.replace("-", "_")
+
+
 def test_generate_prints_json():
     """One object with exactly the agreed keys."""
     with FakeGateway(Reply((("a", (1, 2)), ("b", (3,))), finish_reason="length")) as gateway:

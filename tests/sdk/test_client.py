@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import aclosing, suppress
 
 import grpc
+import psutil
 import pytest
 
 from treewire import AsyncClient, Client, errors, events
@@ -120,6 +122,51 @@ async def test_leaving_an_async_stream_cancels_the_call():
                 if isinstance(event, events.Chunk):
                     break
         await asyncio.wait_for(gateway.call_ended.wait(), SOON_SECONDS)
+
+
+async def broken_off(request, context):
+    """Some words, then the end of the gateway."""
+    yield started()
+    yield chunk("word ", 1)
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+
+
+async def reason_of_failure(client):
+    """Why a generation failed, and nothing else that holds on to it: pytest.raises would."""
+    try:
+        if isinstance(client, AsyncClient):
+            await client.generate("Hi")
+        else:
+            await asyncio.to_thread(client.generate, "Hi")
+    except errors.TreewireError as error:
+        return error.reason
+    return None
+
+
+@pytest.mark.parametrize("client_type", [AsyncClient, Client])
+async def test_failed_call_leaves_no_connection_behind(client_type):
+    """A closed client is closed, without waiting for the garbage collector to find the call that failed."""
+    async with serving(broken_off) as gateway:
+        gc.disable()
+        try:
+            client = client_type(gateway.address)
+            assert await reason_of_failure(client) == "UNAVAILABLE"
+            assert num_connections(gateway.address) == 1
+            closing = client.close()
+            if closing is not None:
+                await closing
+            async with asyncio.timeout(SOON_SECONDS):
+                while num_connections(gateway.address):
+                    await asyncio.sleep(0.05)
+        finally:
+            gc.enable()
+
+
+def num_connections(address: str) -> int:
+    """This process's open connections to the address."""
+    port = int(address.rpartition(":")[2])
+    connections = psutil.Process().net_connections("tcp")
+    return sum(each.status == psutil.CONN_ESTABLISHED and each.raddr.port == port for each in connections if each.raddr)
 
 
 async def test_leaving_a_sync_stream_cancels_the_call():

@@ -234,7 +234,7 @@ def test_flags_are_those_of_the_services():
         *("--threads", "2"),
     )
     assert model.gateway_flags("d:1", "v:2") == (
-        *("--bind", "127.0.0.1:9", "--draft", "d:1", "--verify", "v:2", "--model", "smollm2-135m"),
+        *("--bind", "127.0.0.1:9", "--model", "smollm2-135m", "--draft", "d:1", "--verify", "v:2"),
     )
     beamed = StackOptions(target="smollm2-135m", drafter="dflash", beam=2)
     assert beamed.draft_flags("h:0")[-4:] == ("--target", "smollm2-135m", "--beam", "2")

@@ -7,6 +7,7 @@ import struct
 import pytest
 
 from treewire import Sampling, errors
+from treewire.errors import InvalidRequest
 from treewire.types import Request
 from treewire.v1 import generate_pb2, tree_pb2
 
@@ -53,6 +54,17 @@ def test_every_option_reaches_the_wire():
         ignore_end=True,
         include_rounds=True,
     )
+
+
+def test_a_structure_is_a_text_or_a_schema_as_an_object():
+    """One of three, and only one."""
+    assert Request("Hi", json_schema={"type": "object"}).to_message().json_schema == '{"type": "object"}'
+    assert Request("Hi", json_schema="{}").to_message().json_schema == "{}"
+    assert Request("Hi", regex="a+").to_message().WhichOneof("structure") == "regex"
+    assert Request("Hi", grammar="root ::= a").to_message().WhichOneof("structure") == "grammar"
+    assert Request("Hi").to_message().WhichOneof("structure") is None
+    with pytest.raises(InvalidRequest, match="given: regex, grammar"):
+        Request("Hi", regex="a", grammar="root ::= a")
 
 
 @pytest.mark.parametrize(

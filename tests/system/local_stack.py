@@ -101,12 +101,19 @@ async def draft_server(
 
 @asynccontextmanager
 async def verify_server(
-    engine: TargetEngine, bind: str = LOOPBACK, measure: Measure = no_prices, **settings: Any
+    engine: TargetEngine,
+    bind: str = LOOPBACK,
+    measure: Measure = no_prices,
+    tokenization: Tokenization | None = None,
+    **settings: Any,
 ) -> AsyncIterator[tuple[Running, VerifyProcess]]:
-    """A verify service over `engine`, whose steps are priced by `measure`."""
+    """A verify service over `engine`, whose steps are priced by `measure`; its tokenizer is that of `tokenization`, else the
+    simulated one."""
+    tokenizer = (tokenization or Tokenization.simulated()).tokenizer
     async with AsyncExitStack() as lifetime:
         options = VerifySettings(bind=bind, **settings)
-        process = verify_service.assembly.assemble(options, lambda: engine, measure)
+        process = verify_service.assembly.assemble(options, lambda: engine, measure, tokenizer=lambda: tokenizer)
+        lifetime.callback(process.grammars.close)
         server = await _entered(lifetime, options, process, verify_service.assembly.SERVICE, thread=True)
         yield Running(server, lifetime), process
 
@@ -143,7 +150,9 @@ async def local_stack(
     if with_drafter:
         drafter = drafter or SimulatedDrafter(MODEL)
     async with AsyncExitStack() as lifetime:
-        verify_running, verify_process = await lifetime.enter_async_context(verify_server(target, **(verify or {})))
+        verify_running, verify_process = await lifetime.enter_async_context(
+            verify_server(target, tokenization=tokenization, **(verify or {}))
+        )
         draft_running, draft_process = None, None
         if drafter is not None:
             draft_running, draft_process = await lifetime.enter_async_context(draft_server(drafter, **(draft or {})))

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from draft_service.engine import DraftEngine
 from draft_service.engines.simulated import SimulatedDrafter
 from gateway.assembly import GatewayProcess
 from gateway.tokenization import Tokenization
@@ -15,6 +16,7 @@ from tests.system.local_stack import MODEL, Running, draft_server, gateway_serve
 from treewire import AsyncClient, Sampling
 from treewire.types import Generation
 from verify_service.assembly import VerifyProcess
+from verify_service.engine import TargetEngine
 from verify_service.engines.simulated import SimulatedTarget
 
 SEEDED = Sampling(temperature=1.0, seed=11)
@@ -26,10 +28,10 @@ class Replicated:
 
     address: str
     gateway: GatewayProcess
-    targets: Sequence[SimulatedTarget]
+    targets: Sequence[TargetEngine]
     verify: list[VerifyProcess] = field(default_factory=list)
     verify_running: list[Running] = field(default_factory=list)
-    drafters: list[SimulatedDrafter] = field(default_factory=list)
+    drafters: Sequence[DraftEngine] = ()
 
     def client(self) -> AsyncClient:
         """A client of the gateway."""
@@ -38,7 +40,7 @@ class Replicated:
     @property
     def loads(self) -> list[int]:
         """Sessions that are open on each target."""
-        return [target.num_sessions for target in self.targets]
+        return [target.num_sessions for target in self.targets]  # type: ignore[attr-defined]
 
     @property
     def busy(self) -> int:
@@ -53,16 +55,20 @@ class Replicated:
 
 @asynccontextmanager
 async def replicated(
-    targets: Sequence[SimulatedTarget], num_drafters: int = 1, verify: dict[str, Any] | None = None, **gateway: Any
+    targets: Sequence[TargetEngine],
+    num_drafters: int = 1,
+    verify: dict[str, Any] | None = None,
+    drafters: Sequence[DraftEngine] | None = None,
+    **gateway: Any,
 ) -> AsyncIterator[Replicated]:
-    """A gateway in front of these targets and of simulated drafters; returns when it has found all of them."""
+    """A gateway in front of these targets and of these or simulated drafters; returns when it has found all of them."""
     async with AsyncExitStack() as lifetime:
         verify_running, processes = [], []
         for target in targets:
             running, process = await lifetime.enter_async_context(verify_server(target, **(verify or {})))
             verify_running.append(running)
             processes.append(process)
-        drafters = [SimulatedDrafter(MODEL) for _ in range(num_drafters)]
+        drafters = [SimulatedDrafter(MODEL) for _ in range(num_drafters)] if drafters is None else drafters
         draft_running = [(await lifetime.enter_async_context(draft_server(drafter)))[0] for drafter in drafters]
         address, process, _ = await lifetime.enter_async_context(
             gateway_server(

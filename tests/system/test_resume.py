@@ -51,6 +51,32 @@ async def test_generation_outlives_its_gateway(seed: int | None) -> None:
     assert generation.output_tokens == 120
 
 
+async def test_generation_goes_on_at_another_gateway() -> None:
+    """Of two gateways side by side the one that runs the generation is lost for good: the other one ends it, token by token."""
+    target = SimulatedTarget(MODEL, step_seconds=0.005)
+    async with local_stack(target) as stack, AsyncExitStack() as lives:
+        assert stack.draft_running is not None
+        behind = (stack.verify_running.address, stack.draft_running.address, Tokenization.simulated())
+        first = gateway_server(*behind)
+        lost = await first.__aenter__()
+        second = await lives.enter_async_context(gateway_server(*behind))
+        async with (
+            AsyncClient(f"ipv4:{lost.address},{second.address}") as client,
+            client.stream("go on", sampling=Sampling(temperature=1.0, seed=5), resume=True, **OPTIONS) as stream,
+        ):
+            num_events = 0
+            async for _ in stream:
+                num_events += 1
+                if num_events == 6:
+                    assert lost.process.admission.num_running == 1
+                    await first.__aexit__(None, None, None)
+            generation = await stream.final()
+        async with stack.client() as client:
+            expected = await client.generate("go on", sampling=Sampling(temperature=1.0, seed=5), **OPTIONS)
+    assert generation.token_ids == expected.token_ids
+    assert generation.text == expected.text
+
+
 async def test_stop_string_across_the_loss_is_found() -> None:
     """What was delivered counts when stop strings are looked for, and the maximum of tokens is of the whole."""
     async with local_stack() as stack, stack.client() as client:

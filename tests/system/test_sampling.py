@@ -133,17 +133,6 @@ async def test_15_log_probs_end_where_the_tokens_do() -> None:
     assert bare.log_probs == ()
 
 
-@pytest.mark.parametrize("field", ["json_schema", "regex", "grammar"])
-async def test_16_17_18_a_structure_is_refused_before_anything_runs(field: str) -> None:
-    """What is not enforced is refused by name, never ignored."""
-    async with local_stack() as stack, stack.client() as client:
-        message = Request(text="a").to_message()
-        setattr(message, field, "[0-9]+")
-        with pytest.raises(Unsupported, match=field):
-            await refused(client.address, message)
-        assert stack.target.positions_computed == 4  # the warm-up's
-
-
 async def refused(address: str, message: object) -> None:
     """Send a message as it is; raises what the gateway answers."""
     import grpc

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draft_service.engines.weight_only import INT8_MAX_ROWS, WeightOnlyLinear
+from draft_service.engines.weight_only import INT8_MAX_ROWS, RowLinear, WeightOnlyLinear
 from tests.training.conftest import fresh_recipe
 from training.recipes import RecurrentRecipe
 from training.speed import price
@@ -13,12 +13,15 @@ from training.target import Target
 from training.workspace import Workspace
 
 
+@pytest.mark.parametrize("kind", [WeightOnlyLinear, RowLinear])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (30, 50)])
-def test_int8_weights_stay_within_their_rounding(inputs: int, outputs: int) -> None:
-    """Few rows (int8), many rows and odd shapes (bfloat16) all give what the rounded weights give, to bfloat16's precision."""
+def test_int8_weights_stay_within_their_rounding(
+    inputs: int, outputs: int, kind: type[WeightOnlyLinear] | type[RowLinear]
+) -> None:
+    """Few rows, many rows and odd shapes all give what the weights give, to the precision of rounding, by either kernel."""
     torch.manual_seed(0)
     weight, rows = torch.randn(outputs, inputs), torch.randn(INT8_MAX_ROWS + 4, inputs)
-    linear = WeightOnlyLinear(weight)
+    linear = kind(weight)
     expected = rows @ weight.T
     tolerance = 0.02 * float(expected.abs().max())
     for count in (1, INT8_MAX_ROWS, INT8_MAX_ROWS + 4):

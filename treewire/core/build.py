@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -44,6 +45,19 @@ class BuiltTree:
         """The tree that a smaller budget builds from the same marginals: the root and the first `budget` nodes."""
         tree = self.tree.cut(budget)
         return BuiltTree(tree, self.scores[: len(tree)], self.ranks[: len(tree)], self.width)
+
+    def grafted(self, token_ids: Sequence[int], parents: Sequence[int]) -> BuiltTree:
+        """The tree with more nodes behind its own, which are taken for certain: they score what their parents do.
+
+        Raises ValueError if a parent is not before its child.
+        """
+        if not token_ids:
+            return self
+        tree = DraftTree((*self.tree.token_ids, *token_ids), (*self.tree.parents, *parents), self.tree.draws)
+        scores = list(self.scores)
+        for parent in parents:
+            scores.append(scores[parent])
+        return BuiltTree(tree, tuple(scores), (*self.ranks, *[0] * len(token_ids)), self.width)
 
 
 def build_tree(

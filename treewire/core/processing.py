@@ -36,6 +36,17 @@ def process(logits: NDArray[np.float32], sampling: Sampling, histories: NodeHist
     return scaled.astype(np.float32)
 
 
+def allow_only(logits: NDArray[np.float32], rows: NDArray[np.int32] | None) -> NDArray[np.float32]:
+    """Logits [nodes, vocabulary] in which tokens that may not be chosen are removed: what the chain takes for the target's own.
+
+    `rows` int32 [nodes, ceil(vocabulary / 32)]: bit v % 32 of word v // 32 is set if token v may be; None allows all.
+    """
+    if rows is None:
+        return logits
+    allowed = np.unpackbits(rows.astype("<i4").view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]]
+    return np.where(allowed, logits, np.float32(-np.inf))
+
+
 def choose(log_probs: NDArray[np.float32], noise_rows: NDArray[np.float32] | None) -> NDArray[np.int64]:
     """The token with the highest log-prob plus noise after each node, int64 [nodes]; of equals the lower id.
 

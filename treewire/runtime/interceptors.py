@@ -11,6 +11,7 @@ from collections.abc import AsyncIterable, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, NoReturn, cast
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -242,8 +243,10 @@ def _call(context: _Context) -> Call:
 
 
 def _host(peer: str) -> str:
-    """The host in "ipv4:1.2.3.4:5", "ipv6:%5B::1%5D:5" or "unix:/path", as gRPC writes peers."""
-    return peer.rpartition(":")[0] if peer.startswith("ip") else peer
+    """The host in "ipv4:1.2.3.4:5" or "ipv6:%5B::1%5D:5", as gRPC writes peers; "unix:/path" as it is."""
+    if not peer.startswith("ip"):
+        return peer
+    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
 def sane_request_id(given: str | None) -> str:

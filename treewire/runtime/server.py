@@ -31,6 +31,7 @@ PROCESS = ""
 _MIN_PING_INTERVAL_SECONDS = 5  # clients ping every 10 s
 _KEEPALIVE_SECONDS = 30
 _KEEPALIVE_TIMEOUT_SECONDS = 10
+_UNTAKEN_SECONDS = 24 * 3600
 _LAST_WORDS_SECONDS = 1.0  # for the statuses of RPCs that were ended
 _PR_SET_PDEATHSIG = 1
 
@@ -231,6 +232,9 @@ def _server_options(settings: ServiceSettings) -> list[tuple[str, int]]:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_time_ms", _KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_SECONDS * 1000),
+        # RPCs that a busy event loop has not taken yet wait for it, as long as their own deadlines let them. By default gRPC
+        # drops those older than 30 s: their callers get CANCELLED, and no handler knows.
+        ("grpc.server_max_unrequested_time_in_server", _UNTAKEN_SECONDS),
         ("grpc.so_reuseport", 0),  # two servers on one port would share its connections unnoticed
     ]
 

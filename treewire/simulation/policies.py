@@ -6,10 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from gateway.adaptive import LONGEST_DRAFT
-from gateway.costs import Average, TargetCosts
 from treewire.core.budget import PriceTable
 from treewire.core.speculation import RoundCosts, Speculation
+from treewire.costs import LONGEST_DRAFT, Average, TargetCosts
 from treewire.simulation.recording import Rounds
 from treewire.v1 import verify_pb2
 

@@ -121,9 +121,9 @@ class Recorder:
 
     async def record(self, prompt: tuple[int, ...]) -> Observed:
         """Decode one answer; the drafter is asked after every token but the last."""
-        from gateway.costs import TargetCosts
         from gateway.features import FeatureLog
         from gateway.sessions import SessionRequest, open_draft_stream, verify_session
+        from treewire.costs import TargetCosts
 
         target, drafter = await self.limits()
         request = SessionRequest(

@@ -171,7 +171,7 @@ class GenerateRequest(_message.Message):
     regex: _builtins.str
     """A regular expression."""
     grammar: _builtins.str
-    """A grammar in GBNF."""
+    """A grammar in GBNF, whose rule root is matched."""
     @_builtins.property
     def chat(self) -> Global___Chat:
         """A conversation to answer."""

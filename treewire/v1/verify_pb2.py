@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from treewire.v1 import tree_pb2 as treewire_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18treewire/v1/verify.proto\x12\x0btreewire.v1\x1a\x16treewire/v1/tree.proto\"\xb7\x02\n\nVerifyOpen\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12(\n\x06target\x18\x02 \x01(\x0b\x32\x18.treewire.v1.Fingerprint\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\x05\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.treewire.v1.Sampling\x12\'\n\x06\x61\x63\x63\x65pt\x18\x06 \x01(\x0e\x32\x17.treewire.v1.Acceptance\x12\x10\n\x08\x66\x65\x61tures\x18\x07 \x01(\x08\x12\x1e\n\x16num_node_probabilities\x18\x08 \x01(\x05\x12\x1a\n\rnum_log_probs\x18\t \x01(\x05H\x00\x88\x01\x01\x42\x10\n\x0e_num_log_probs\"C\n\tStepPrice\x12\x11\n\tnum_nodes\x18\x01 \x01(\x05\x12\x12\n\nbatch_size\x18\x02 \x01(\x05\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\xb9\x01\n\x0cVerifyLimits\x12\x16\n\x0emax_tree_nodes\x18\x01 \x01(\x05\x12\x13\n\x0bmax_context\x18\x02 \x01(\x05\x12-\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x18.treewire.v1.Fingerprint\x12&\n\x06prices\x18\x04 \x03(\x0b\x32\x16.treewire.v1.StepPrice\x12\x15\n\rend_token_ids\x18\x05 \x03(\x05\x12\x0e\n\x06\x65ngine\x18\x06 \x01(\t\",\n\x04Keep\x12\r\n\x05nodes\x18\x01 \x03(\x05\x12\x15\n\rnext_token_id\x18\x02 \x01(\x05\"\x8c\x01\n\rVerifyRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.treewire.v1.VerifyOpenH\x00\x12&\n\x04tree\x18\x02 \x01(\x0b\x32\x16.treewire.v1.DraftTreeH\x00\x12!\n\x04keep\x18\x03 \x01(\x0b\x32\x11.treewire.v1.KeepH\x00\x42\x07\n\x05\x65vent\"9\n\x11NodeProbabilities\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x11\n\tlog_probs\x18\x02 \x03(\x02\"\xe9\x02\n\x06Scored\x12\x11\n\tposterior\x18\x01 \x03(\x05\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x02 \x03(\x05\x12(\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.treewire.v1.CommitH\x00\x88\x01\x01\x12:\n\x12node_probabilities\x18\x04 \x03(\x0b\x32\x1e.treewire.v1.NodeProbabilities\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x01\x12\x12\n\nbatch_size\x18\x06 \x01(\x05\x12<\n\rstage_seconds\x18\x07 \x03(\x0b\x32%.treewire.v1.Scored.StageSecondsEntry\x12&\n\x06prices\x18\x08 \x03(\x0b\x32\x16.treewire.v1.StepPrice\x1a\x33\n\x11StageSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_commit\"\xc6\x01\n\x0eVerifyResponse\x12\x32\n\raccepted_open\x18\x01 \x01(\x0b\x32\x19.treewire.v1.VerifyLimitsH\x00\x12)\n\x08\x66\x65\x61tures\x18\x02 \x01(\x0b\x32\x15.treewire.v1.FeaturesH\x00\x12%\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.treewire.v1.CommitH\x00\x12%\n\x06scored\x18\x04 \x01(\x0b\x32\x13.treewire.v1.ScoredH\x00\x42\x07\n\x05\x65vent\"\x12\n\x10GetTargetRequest\"\x7f\n\x11GetTargetResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12)\n\x06limits\x18\x02 \x01(\x0b\x32\x19.treewire.v1.VerifyLimits\x12\x14\n\x0cnum_sessions\x18\x03 \x01(\x05\x12\x0f\n\x07version\x18\x04 \x01(\t2\xa2\x01\n\rVerifyService\x12\x45\n\x06Verify\x12\x1a.treewire.v1.VerifyRequest\x1a\x1b.treewire.v1.VerifyResponse(\x01\x30\x01\x12J\n\tGetTarget\x12\x1d.treewire.v1.GetTargetRequest\x1a\x1e.treewire.v1.GetTargetResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18treewire/v1/verify.proto\x12\x0btreewire.v1\x1a\x16treewire/v1/tree.proto\"\x9f\x03\n\nVerifyOpen\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12(\n\x06target\x18\x02 \x01(\x0b\x32\x18.treewire.v1.Fingerprint\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\x05\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.treewire.v1.Sampling\x12\'\n\x06\x61\x63\x63\x65pt\x18\x06 \x01(\x0e\x32\x17.treewire.v1.Acceptance\x12\x10\n\x08\x66\x65\x61tures\x18\x07 \x01(\x08\x12\x1e\n\x16num_node_probabilities\x18\x08 \x01(\x05\x12\x1a\n\rnum_log_probs\x18\t \x01(\x05H\x01\x88\x01\x01\x12\x1e\n\x16\x66irst_feature_position\x18\n \x01(\x05\x12\x15\n\x0bjson_schema\x18\x0b \x01(\tH\x00\x12\x0f\n\x05regex\x18\x0c \x01(\tH\x00\x12\x11\n\x07grammar\x18\r \x01(\tH\x00\x42\x0b\n\tstructureB\x10\n\x0e_num_log_probs\"C\n\tStepPrice\x12\x11\n\tnum_nodes\x18\x01 \x01(\x05\x12\x12\n\nbatch_size\x18\x02 \x01(\x05\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\xb9\x01\n\x0cVerifyLimits\x12\x16\n\x0emax_tree_nodes\x18\x01 \x01(\x05\x12\x13\n\x0bmax_context\x18\x02 \x01(\x05\x12-\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x18.treewire.v1.Fingerprint\x12&\n\x06prices\x18\x04 \x03(\x0b\x32\x16.treewire.v1.StepPrice\x12\x15\n\rend_token_ids\x18\x05 \x03(\x05\x12\x0e\n\x06\x65ngine\x18\x06 \x01(\t\",\n\x04Keep\x12\r\n\x05nodes\x18\x01 \x03(\x05\x12\x15\n\rnext_token_id\x18\x02 \x01(\x05\"\x8c\x01\n\rVerifyRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.treewire.v1.VerifyOpenH\x00\x12&\n\x04tree\x18\x02 \x01(\x0b\x32\x16.treewire.v1.DraftTreeH\x00\x12!\n\x04keep\x18\x03 \x01(\x0b\x32\x11.treewire.v1.KeepH\x00\x42\x07\n\x05\x65vent\"9\n\x11NodeProbabilities\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x11\n\tlog_probs\x18\x02 \x03(\x02\"\x9d\x03\n\x06Scored\x12\x11\n\tposterior\x18\x01 \x03(\x05\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x02 \x03(\x05\x12(\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.treewire.v1.CommitH\x00\x88\x01\x01\x12:\n\x12node_probabilities\x18\x04 \x03(\x0b\x32\x1e.treewire.v1.NodeProbabilities\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x01\x12\x12\n\nbatch_size\x18\x06 \x01(\x05\x12<\n\rstage_seconds\x18\x07 \x03(\x0b\x32%.treewire.v1.Scored.StageSecondsEntry\x12&\n\x06prices\x18\x08 \x03(\x0b\x32\x16.treewire.v1.StepPrice\x12\x19\n\x11grafted_token_ids\x18\t \x03(\x05\x12\x17\n\x0fgrafted_parents\x18\n \x03(\x05\x1a\x33\n\x11StageSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_commit\"\xc6\x01\n\x0eVerifyResponse\x12\x32\n\raccepted_open\x18\x01 \x01(\x0b\x32\x19.treewire.v1.VerifyLimitsH\x00\x12)\n\x08\x66\x65\x61tures\x18\x02 \x01(\x0b\x32\x15.treewire.v1.FeaturesH\x00\x12%\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.treewire.v1.CommitH\x00\x12%\n\x06scored\x18\x04 \x01(\x0b\x32\x13.treewire.v1.ScoredH\x00\x42\x07\n\x05\x65vent\"\x12\n\x10GetTargetRequest\"\x7f\n\x11GetTargetResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12)\n\x06limits\x18\x02 \x01(\x0b\x32\x19.treewire.v1.VerifyLimits\x12\x14\n\x0cnum_sessions\x18\x03 \x01(\x05\x12\x0f\n\x07version\x18\x04 \x01(\t2\xa2\x01\n\rVerifyService\x12\x45\n\x06Verify\x12\x1a.treewire.v1.VerifyRequest\x1a\x1b.treewire.v1.VerifyResponse(\x01\x30\x01\x12J\n\tGetTarget\x12\x1d.treewire.v1.GetTargetRequest\x1a\x1e.treewire.v1.GetTargetResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,27 +35,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCORED_STAGESECONDSENTRY']._loaded_options = None
   _globals['_SCORED_STAGESECONDSENTRY']._serialized_options = b'8\001'
   _globals['_VERIFYOPEN']._serialized_start=66
-  _globals['_VERIFYOPEN']._serialized_end=377
-  _globals['_STEPPRICE']._serialized_start=379
-  _globals['_STEPPRICE']._serialized_end=446
-  _globals['_VERIFYLIMITS']._serialized_start=449
-  _globals['_VERIFYLIMITS']._serialized_end=634
-  _globals['_KEEP']._serialized_start=636
-  _globals['_KEEP']._serialized_end=680
-  _globals['_VERIFYREQUEST']._serialized_start=683
-  _globals['_VERIFYREQUEST']._serialized_end=823
-  _globals['_NODEPROBABILITIES']._serialized_start=825
-  _globals['_NODEPROBABILITIES']._serialized_end=882
-  _globals['_SCORED']._serialized_start=885
-  _globals['_SCORED']._serialized_end=1246
-  _globals['_SCORED_STAGESECONDSENTRY']._serialized_start=1184
-  _globals['_SCORED_STAGESECONDSENTRY']._serialized_end=1235
-  _globals['_VERIFYRESPONSE']._serialized_start=1249
-  _globals['_VERIFYRESPONSE']._serialized_end=1447
-  _globals['_GETTARGETREQUEST']._serialized_start=1449
-  _globals['_GETTARGETREQUEST']._serialized_end=1467
-  _globals['_GETTARGETRESPONSE']._serialized_start=1469
-  _globals['_GETTARGETRESPONSE']._serialized_end=1596
-  _globals['_VERIFYSERVICE']._serialized_start=1599
-  _globals['_VERIFYSERVICE']._serialized_end=1761
+  _globals['_VERIFYOPEN']._serialized_end=481
+  _globals['_STEPPRICE']._serialized_start=483
+  _globals['_STEPPRICE']._serialized_end=550
+  _globals['_VERIFYLIMITS']._serialized_start=553
+  _globals['_VERIFYLIMITS']._serialized_end=738
+  _globals['_KEEP']._serialized_start=740
+  _globals['_KEEP']._serialized_end=784
+  _globals['_VERIFYREQUEST']._serialized_start=787
+  _globals['_VERIFYREQUEST']._serialized_end=927
+  _globals['_NODEPROBABILITIES']._serialized_start=929
+  _globals['_NODEPROBABILITIES']._serialized_end=986
+  _globals['_SCORED']._serialized_start=989
+  _globals['_SCORED']._serialized_end=1402
+  _globals['_SCORED_STAGESECONDSENTRY']._serialized_start=1340
+  _globals['_SCORED_STAGESECONDSENTRY']._serialized_end=1391
+  _globals['_VERIFYRESPONSE']._serialized_start=1405
+  _globals['_VERIFYRESPONSE']._serialized_end=1603
+  _globals['_GETTARGETREQUEST']._serialized_start=1605
+  _globals['_GETTARGETREQUEST']._serialized_end=1623
+  _globals['_GETTARGETRESPONSE']._serialized_start=1625
+  _globals['_GETTARGETRESPONSE']._serialized_end=1752
+  _globals['_VERIFYSERVICE']._serialized_start=1755
+  _globals['_VERIFYSERVICE']._serialized_end=1917
 # @@protoc_insertion_point(module_scope)

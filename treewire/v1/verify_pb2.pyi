@@ -34,6 +34,10 @@ class VerifyOpen(_message.Message):
     FEATURES_FIELD_NUMBER: _builtins.int
     NUM_NODE_PROBABILITIES_FIELD_NUMBER: _builtins.int
     NUM_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    FIRST_FEATURE_POSITION_FIELD_NUMBER: _builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of the protocol the caller speaks; a mismatch is FAILED_PRECONDITION."""
     prompt_token_ids: _builtins.bytes
@@ -48,6 +52,14 @@ class VerifyOpen(_message.Message):
     """Likeliest tokens with probabilities to send for each node; 0 sends none."""
     num_log_probs: _builtins.int
     """Set to receive the log-probability of every committed token, with this many of the likeliest tokens beside it."""
+    first_feature_position: _builtins.int
+    """With features: those of positions before this are known to the caller and need not be sent."""
+    json_schema: _builtins.str
+    """A JSON schema, as text."""
+    regex: _builtins.str
+    """A regular expression."""
+    grammar: _builtins.str
+    """A grammar in GBNF, whose rule root is matched."""
     @_builtins.property
     def target(self) -> _tree_pb2.Fingerprint:
         """What the caller believes the target to be; checked field by field where set."""
@@ -68,14 +80,23 @@ class VerifyOpen(_message.Message):
         features: _builtins.bool = ...,
         num_node_probabilities: _builtins.int = ...,
         num_log_probs: _builtins.int | None = ...,
+        first_feature_position: _builtins.int = ...,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_log_probs", b"_num_log_probs", "num_log_probs", b"num_log_probs", "sampling", b"sampling", "target", b"target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_log_probs", b"_num_log_probs", "grammar", b"grammar", "json_schema", b"json_schema", "num_log_probs", b"num_log_probs", "regex", b"regex", "sampling", b"sampling", "structure", b"structure", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_log_probs", b"_num_log_probs", "accept", b"accept", "features", b"features", "num_log_probs", b"num_log_probs", "num_node_probabilities", b"num_node_probabilities", "num_output_tokens", b"num_output_tokens", "prompt_token_ids", b"prompt_token_ids", "protocol_version", b"protocol_version", "sampling", b"sampling", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_log_probs", b"_num_log_probs", "accept", b"accept", "features", b"features", "first_feature_position", b"first_feature_position", "grammar", b"grammar", "json_schema", b"json_schema", "num_log_probs", b"num_log_probs", "num_node_probabilities", b"num_node_probabilities", "num_output_tokens", b"num_output_tokens", "prompt_token_ids", b"prompt_token_ids", "protocol_version", b"protocol_version", "regex", b"regex", "sampling", b"sampling", "structure", b"structure", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_log_probs: _TypeAlias = _typing.Literal["num_log_probs"]  # noqa: Y015
     _WhichOneofArgType__num_log_probs: _TypeAlias = _typing.Literal["_num_log_probs", b"_num_log_probs"]  # noqa: Y015
+    _WhichOneofReturnType_structure: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar"]  # noqa: Y015
+    _WhichOneofArgType_structure: _TypeAlias = _typing.Literal["structure", b"structure"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_log_probs) -> _WhichOneofReturnType__num_log_probs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_structure) -> _WhichOneofReturnType_structure | None: ...
 
 Global___VerifyOpen: _TypeAlias = VerifyOpen  # noqa: Y015
 
@@ -287,13 +308,15 @@ class Scored(_message.Message):
     BATCH_SIZE_FIELD_NUMBER: _builtins.int
     STAGE_SECONDS_FIELD_NUMBER: _builtins.int
     PRICES_FIELD_NUMBER: _builtins.int
+    GRAFTED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    GRAFTED_PARENTS_FIELD_NUMBER: _builtins.int
     step_seconds: _builtins.float
     """Seconds that the step took on the target, for the stage times."""
     batch_size: _builtins.int
     """Trees that shared the step."""
     @_builtins.property
     def posterior(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The target's choice after each node."""
+        """The target's choice after each node; -1 after one that the session's structure forbids, which is not computed."""
 
     @_builtins.property
     def accepted_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -315,6 +338,14 @@ class Scored(_message.Message):
     def prices(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepPrice]:
         """Measured step times as they are now, every few seconds while the session goes on; empty in between."""
 
+    @_builtins.property
+    def grafted_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of nodes that the structure's own guesses added in place of forbidden ones; they are numbered on from the tree's last."""
+
+    @_builtins.property
+    def grafted_parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The parent of each of them: a node of the tree, or one of these before it."""
+
     def __init__(
         self,
         *,
@@ -326,10 +357,12 @@ class Scored(_message.Message):
         batch_size: _builtins.int = ...,
         stage_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         prices: _abc.Iterable[Global___StepPrice] | None = ...,
+        grafted_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        grafted_parents: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "commit", b"commit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "accepted_nodes", b"accepted_nodes", "batch_size", b"batch_size", "commit", b"commit", "node_probabilities", b"node_probabilities", "posterior", b"posterior", "prices", b"prices", "stage_seconds", b"stage_seconds", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "accepted_nodes", b"accepted_nodes", "batch_size", b"batch_size", "commit", b"commit", "grafted_parents", b"grafted_parents", "grafted_token_ids", b"grafted_token_ids", "node_probabilities", b"node_probabilities", "posterior", b"posterior", "prices", b"prices", "stage_seconds", b"stage_seconds", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__commit: _TypeAlias = _typing.Literal["commit"]  # noqa: Y015
     _WhichOneofArgType__commit: _TypeAlias = _typing.Literal["_commit", b"_commit"]  # noqa: Y015

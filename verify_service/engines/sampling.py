@@ -22,6 +22,7 @@ _NUM_NOISE_ROWS = 32  # per session: the depth of a usual tree, so that a row is
 _NUCLEUS_WIDTH = 1024  # a nucleus is nearly always smaller; finding this many is eight times faster than sorting 49k tokens
 
 _REMOVED = float("-inf")
+_WORD_BITS = 32
 
 
 class Ranked(NamedTuple):
@@ -46,6 +47,19 @@ class NoiseRows:
         rows = torch.stack([torch.from_numpy(self._row(position)) for position in distinct]).to(device)
         number = {position: row for row, position in enumerate(distinct)}
         return rows[torch.tensor([number[position] for position in positions], device=device)]
+
+
+def allow_only(logits: Tensor, rows: NDArray[np.int32] | None) -> Tensor:
+    """Logits [rows, vocabulary] without the tokens that may not be chosen: what the chain takes for the target's own.
+
+    The rows are those of `verify_service.engine.Masks`; None allows all.
+    """
+    if rows is None:
+        return logits
+    words = torch.from_numpy(rows).to(logits.device)
+    bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=logits.device)
+    allowed = (words[:, :, None] >> bits & 1).view(len(rows), -1)[:, : logits.shape[1]]
+    return logits.masked_fill(allowed == 0, _REMOVED)
 
 
 def process(logits: Tensor, sampling: Sampling, histories: NodeHistories | None = None) -> Tensor:

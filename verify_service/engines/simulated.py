@@ -14,12 +14,13 @@ from treewire.core.acceptance import Acceptance
 from treewire.core.distributions import RowDistributions, highest
 from treewire.core.history import History, NodeHistories
 from treewire.core.noise import noise_row
-from treewire.core.processing import choose, process
+from treewire.core.processing import allow_only, choose, process
 from treewire.core.sampling import Sampling
 from treewire.core.simulated import Prefix, SimulatedDeath, SimulatedModel
 from treewire.core.tree import DraftTree
 from verify_service.engine import (
     KvExhausted,
+    Masks,
     NodeProbabilities,
     Posterior,
     PrefillChunk,
@@ -109,6 +110,7 @@ class _Choices:
     session: _Session
     prefixes: Sequence[Prefix]
     positions: Sequence[int]
+    masks: Masks | None
 
 
 class SimulatedTarget:
@@ -177,6 +179,7 @@ class SimulatedTarget:
         num_output_tokens: int = 0,
         num_node_probabilities: int = 0,
         wants_features: bool = False,
+        first_feature_position: int = 0,
     ) -> int:
         """Make room for a session; how many tokens of its prompt are computed already.
 
@@ -242,16 +245,18 @@ class SimulatedTarget:
         session = self._sessions[item.session]
         if isinstance(item, PrefillChunk):
             session.take_chunk(item)
-            return _Choices(session, [session.prefix] * item.last, [session.rows.num_committed])
+            return _Choices(session, [session.prefix] * item.last, [session.rows.num_committed], item.masks)
         session.take_tree(item.tree)
         root_position = session.rows.num_committed
-        return _Choices(session, session.node_prefixes, [root_position + depth + 1 for depth in item.tree.depths])
+        positions = [root_position + depth + 1 for depth in item.tree.depths]
+        return _Choices(session, session.node_prefixes, positions, item.masks)
 
     def _posterior(self, choices: _Choices, logits: NDArray[np.float32]) -> Posterior:
         if not choices.prefixes:
             return Posterior(())
         sampling = choices.session.sampling
-        log_probs = process(logits, sampling, choices.session.histories() if sampling.reads_history else None)
+        allowed = allow_only(logits, None if choices.masks is None else choices.masks.rows())
+        log_probs = process(allowed, sampling, choices.session.histories() if sampling.reads_history else None)
         chosen = choose(log_probs, None if sampling.is_greedy else self._noise(sampling.seed, choices.positions))
         return Posterior(
             tuple(chosen.tolist()),

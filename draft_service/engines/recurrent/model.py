@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from draft_service.engines.rotary import rotary_angles, rotate
-from draft_service.engines.weight_only import WeightOnlyLinear
+from draft_service.engines.weight_only import drafting_linear
 
 ARCHITECTURE = "treewire-recurrent"
 
@@ -104,11 +104,13 @@ class RecurrentDrafter(nn.Module):
         self.down = _linear(config.intermediate_size, hidden)
         self.register_buffer("candidate_ids", candidate_ids)
         self.register_buffer("embedding", embedding, persistent=False)
-        self.head: _FrozenLinear | WeightOnlyLinear = _FrozenLinear(head[candidate_ids])
+        self.head: nn.Module = _FrozenLinear(head[candidate_ids])
 
     @property
     def candidate_head(self) -> Tensor:
-        """The candidates' rows of the target's output head, [C, H]."""
+        """The candidates' rows of the target's output head, [C, H]. Raises TypeError once the drafter is for drafting."""
+        if not isinstance(self.head, _FrozenLinear):
+            raise TypeError("a drafter that drafts has its head in int8")
         return self.head.weight
 
     def features(self, taps: Tensor) -> Tensor:
@@ -160,7 +162,7 @@ class RecurrentDrafter(nn.Module):
         """
         for name, module in self.named_children():
             if name != "fuse" and isinstance(module, nn.Linear | _FrozenLinear):
-                setattr(self, name, WeightOnlyLinear(module.weight.detach()))
+                setattr(self, name, drafting_linear(module.weight.detach()))
         return self
 
 

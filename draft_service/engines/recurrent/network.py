@@ -128,7 +128,11 @@ class _Rows(NamedTuple):
 
     def of(self, beam: _Beam, share: slice) -> _Rows:
         """A beam's share, of its own width."""
-        return _Rows(*(values[share, : beam.root.width] for values in self))
+        return self.part(share, slice(beam.root.width))
+
+    def part(self, prefixes: slice, width: slice = slice(None)) -> _Rows:
+        """Some prefixes, some of their tokens."""
+        return _Rows(self.token_ids[prefixes, width], self.log_probs[prefixes, width], self.noise[prefixes, width])
 
 
 class _Beam:
@@ -184,8 +188,8 @@ class _Beam:
         """The best prefix of each depth as the depth's row, the others as conditional rows."""
         if not self._described:
             return Marginals.empty()
-        best = [_Rows(*(values[:1] for values in rows)) for _, rows in self._described]
-        others = [_Rows(*(values[1:] for values in rows)) for _, rows in self._described]
+        best = [rows.part(slice(1)) for _, rows in self._described]
+        others = [rows.part(slice(1, None)) for _, rows in self._described]
         return Marginals(
             np.concatenate([rows.token_ids for rows in (*best, *others)]),
             np.concatenate([rows.log_probs for rows in (*best, *others)]),

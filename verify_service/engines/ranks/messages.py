@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -29,3 +33,13 @@ class Failed:
     rank: int
     reason: str
     is_refusal: bool
+
+
+@dataclass(frozen=True, eq=False)
+class StepMasks:
+    """What may be chosen in the step that is under way: the rows of each masked part, by its number. For rank 0 alone.
+
+    A message of their own, so that they may be found while the step computes.
+    """
+
+    rows: Mapping[int, NDArray[np.int32]]

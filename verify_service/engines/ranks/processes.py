@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from verify_service.engine import EngineLost, Unsupported
-from verify_service.engines.ranks.messages import Failed, NotFinite, Stop
+from verify_service.engine import EngineLost, Masks, Unsupported
+from verify_service.engines.ranks.messages import Failed, NotFinite, StepMasks, Stop
 
 Plan = TypeVar("Plan")
 
@@ -77,12 +78,12 @@ class Ranks:
             raise EngineLost(f"rank {said.rank} failed: {said.reason}")
         return said
 
-    def step(self, command: object) -> Any:
-        """Have all ranks compute it; rank 0's answer.
+    def step(self, command: object, masks: Mapping[int, Masks] = MappingProxyType({})) -> Any:
+        """Have all ranks compute it; rank 0's answer. The masks of the masked parts, by number, are waited for meanwhile.
 
         Raises EngineLost if one ends, FloatingPointError if the logits are not finite.
         """
-        said = self._answer(command)
+        said = self._answer(command, masks)
         if isinstance(said, NotFinite):
             raise FloatingPointError(said.reason)
         return said
@@ -121,10 +122,13 @@ class Ranks:
         for rank in self._ranks:
             rank.process.join()
 
-    def _answer(self, said: object) -> object:
+    def _answer(self, said: object, masks: Mapping[int, Masks] = MappingProxyType({})) -> object:
         with self._talking:
             try:
                 self._ranks[0].connection.send(said)
+                if masks:
+                    rows = {number: each.rows() for number, each in masks.items()}
+                    self._ranks[0].connection.send(StepMasks(rows))
                 answer: object = self._ranks[0].connection.recv()
             except (EOFError, OSError) as error:
                 raise self._loss() from error

@@ -73,6 +73,7 @@ class SglangTarget:
         num_output_tokens: int = 0,
         num_node_probabilities: int = 0,
         wants_features: bool = False,
+        first_feature_position: int = 0,
     ) -> int:
         """Make room for a session. Computes nothing yet, and shares nothing with other sessions: returns 0.
 
@@ -106,7 +107,8 @@ class SglangTarget:
         if not work:
             return []
         parts = [self._part(item) for item in work]
-        answer: StepAnswer = self._ranks.step(StepCommand(tuple(parts)))
+        masks = {number: item.masks for number, item in enumerate(work) if item.masks is not None and parts[number].is_masked}
+        answer: StepAnswer = self._ranks.step(StepCommand(tuple(parts)), masks)
         for item, part in zip(work, parts, strict=True):
             self._sessions[item.session].computed(part)
         self._count(parts, answer)
@@ -154,7 +156,8 @@ class SglangTarget:
 
     def _part(self, item: PrefillChunk | Scoring) -> Part:
         session = self._sessions[item.session]
-        return session.chunk_part(item) if isinstance(item, PrefillChunk) else session.tree_part(item.tree, self._pool)
+        part = session.chunk_part(item) if isinstance(item, PrefillChunk) else session.tree_part(item.tree, self._pool)
+        return replace(part, is_masked=item.masks is not None and part.num_choices > 0)
 
     def _count(self, parts: Sequence[Part], answer: StepAnswer) -> None:
         self.positions_computed += sum(len(part.token_ids) for part in parts)

@@ -44,7 +44,8 @@ class Part:
 
     `row` is the session's row in SGLang's table of KV slots, `prefix_length` how many tokens of it are computed already.
     `slots` go into the row from position `write_from` on; the last of them are the part's own. The target chooses after
-    the last `num_choices` tokens; `histories` is what was said before each choice, where sampling reads it.
+    the last `num_choices` tokens; `histories` is what was said before each choice, where sampling reads it. If any part
+    `is_masked`, StepMasks follow the step.
     """
 
     row: int
@@ -58,6 +59,7 @@ class Part:
     num_node_probabilities: int
     histories: NodeHistories | None = None
     wants_features: bool = False
+    is_masked: bool = False
 
     @property
     def own_slots(self) -> tuple[int, ...]:

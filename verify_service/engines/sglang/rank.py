@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from verify_service.engine import Posterior
 from verify_service.engines.features import FeatureTaps
 from verify_service.engines.ranks import serving
-from verify_service.engines.ranks.messages import NotFinite
+from verify_service.engines.ranks.messages import NotFinite, StepMasks
 from verify_service.engines.ranks.questions import AskProbabilities, Question
-from verify_service.engines.sampling import NoiseRows, TensorDistributions, choose, likeliest, process
+from verify_service.engines.sampling import NoiseRows, TensorDistributions, allow_only, choose, likeliest, process
 from verify_service.engines.sglang import private
 from verify_service.engines.sglang.batches import chain_batch, num_padding, table_writes, tree_batch, width_for
 from verify_service.engines.sglang.messages import Part, RankPlan, Ready, StepAnswer, StepCommand
@@ -34,9 +34,11 @@ def _serve(plan: RankPlan, parent: Connection) -> None:
     if plan.num_threads is not None:
         torch.set_num_threads(plan.num_threads)
     runner = private.load(plan.arguments, plan.place, plan.widths, plan.tap_layers)
-    step = RankStep(runner, plan.widths, plan.max_sessions, _taps(plan, runner.device))
-    source = partial(_command_or_idle, parent, step)
     is_first = plan.place.tp_rank == 0
+    step = RankStep(
+        runner, plan.widths, plan.max_sessions, _taps(plan, runner.device), partial(_step_masks, parent) if is_first else None
+    )
+    source = partial(_command_or_idle, parent, step)
     if is_first:
         parent.send(Ready(runner.num_slots, runner.num_rows, runner.attention_backend, runner.captured))
     for command in serving.commands(source, plan.place.tp_rank, plan.num_ranks):
@@ -59,16 +61,31 @@ def _command_or_idle(parent: Connection, step: RankStep) -> object:
     return said
 
 
+def _step_masks(parent: Connection) -> StepMasks:
+    """The masks of the step that is under way."""
+    said = parent.recv()
+    assert isinstance(said, StepMasks), "masks follow a step with masked parts"
+    return said
+
+
 class RankStep:
     """One step on this rank: chunks in one forward, trees in another, then the choices."""
 
     def __init__(
-        self, runner: private.TargetRunner, widths: Sequence[int], max_sessions: int, taps: FeatureTaps | None
+        self,
+        runner: private.TargetRunner,
+        widths: Sequence[int],
+        max_sessions: int,
+        taps: FeatureTaps | None,
+        receive_masks: Callable[[], StepMasks] | None,
     ) -> None:
+        """`receive_masks` waits for the masks of the step under way; None on ranks whose choices nobody asks for."""
         self._runner = runner
         self._widths = widths
         self._noise = lru_cache(max_sessions)(NoiseRows)
         self._taps = taps
+        self._receive_masks = receive_masks
+        self._masks: StepMasks | None = None
         self._distributions: dict[int, TensorDistributions] = {}  # of the last step, by the number of the part
 
     def __call__(self, command: StepCommand) -> StepAnswer | NotFinite:
@@ -76,12 +93,16 @@ class RankStep:
         trees = [(number, part) for number, part in enumerate(command.parts) if part.tree is not None]
         width = width_for(self._widths, max((len(part.token_ids) for _, part in trees), default=1))
         self._distributions.clear()
+        self._masks = None
         self._runner.write_table(table_writes(command.parts, width))
         try:
             posteriors = self._chains(chains) if chains else {}
             missed_graph = self._trees(trees, width, posteriors) if trees else False
         except FloatingPointError as error:
             return NotFinite(str(error))
+        finally:
+            if any(part.is_masked for part in command.parts):
+                self._receive_once()  # also where nothing asked for them: the next message is another step
         ordered = tuple(posteriors[number] for number in range(len(command.parts)))
         return StepAnswer(ordered, num_padding(command.parts, width), missed_graph)
 
@@ -117,7 +138,7 @@ class RankStep:
         """The target's choice after each of the part's last rows, whose logits these are."""
         if not part.num_choices:
             return Posterior((), features=features)
-        log_probs = process(logits, part.sampling, part.histories)
+        log_probs = process(allow_only(logits, self._rows(number) if part.is_masked else None), part.sampling, part.histories)
         noise_rows = None
         if not part.sampling.is_greedy:
             rows = self._noise(part.sampling.seed, logits.shape[1])
@@ -127,6 +148,16 @@ class RankStep:
         likely = likeliest(log_probs, count) if count else ()
         self._distributions[number] = TensorDistributions(logits, log_probs, is_greedy=part.sampling.is_greedy)
         return Posterior(tuple(chosen.tolist()), likely, features)
+
+    def _rows(self, number: int) -> NDArray[np.int32] | None:
+        """What the part may choose; on a rank whose choices nobody asks for that does not matter."""
+        masks = self._receive_once()
+        return None if masks is None else masks.rows[number]
+
+    def _receive_once(self) -> StepMasks | None:
+        if self._masks is None and self._receive_masks is not None:
+            self._masks = self._receive_masks()
+        return self._masks
 
     def _features(self, tapped: Tensor | None, parts: Sequence[Part], sizes: Sequence[int]) -> list[NDArray[np.float32] | None]:
         """Features of each part's own rows: fused if there is a projection, else the tapped outputs side by side."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verify_service.engine import Posterior, SessionId
-from verify_service.engines.sampling import NoiseRows, TensorDistributions, choose, likeliest, process
+from verify_service.engines.sampling import NoiseRows, TensorDistributions, allow_only, choose, likeliest, process
 from verify_service.engines.transformers.parts import Part
 
 
@@ -64,7 +64,8 @@ class WholeRows:
         """The target's choice after each of the part's last rows, whose logits these are."""
         if not part.num_choices:
             return Posterior(())
-        log_probs = process(logits, part.sampling, part.histories)
+        allowed = allow_only(logits, None if part.masks is None else part.masks.rows())
+        log_probs = process(allowed, part.sampling, part.histories)
         chosen = choose(log_probs, self._noise.of(part, logits.device))
         count = part.num_node_probabilities
         distributions = TensorDistributions(logits, log_probs, is_greedy=part.sampling.is_greedy)

@@ -124,6 +124,7 @@ class TransformersTarget:
         num_output_tokens: int = 0,
         num_node_probabilities: int = 0,
         wants_features: bool = False,
+        first_feature_position: int = 0,
     ) -> int:
         """Make room for a session; how many tokens of its prompt are computed already. Computes nothing yet.
 
@@ -134,13 +135,14 @@ class TransformersTarget:
         self._check_request(tuple(prompt), sampling, num_output_tokens, num_node_probabilities)
         if wants_features and not self._target.feature_size:
             raise Unsupported("this target gives no context features: it was loaded without a feature projection")
-        self._check_room(session, self._kv.room_for(prompt, self._target.max_tree_nodes, shares=not wants_features))
+        shares = not wants_features or first_feature_position >= len(prompt) - 1
+        self._check_room(session, self._kv.room_for(prompt, self._target.max_tree_nodes, shares=shares))
         opened = Session(
             session,
             tuple(prompt),
             sampling,
             num_node_probabilities,
-            SessionRows(self._kv, prompt, shares=not wants_features),
+            SessionRows(self._kv, prompt, shares=shares),
             History(prompt, num_output_tokens),
             wants_features,
         )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
+from treewire.int8 import Int8Linear
 from verify_service.attention.layout import StepLayout
 from verify_service.attention.tree_attention import TreeAttention
 from verify_service.engines.features import Computed, FeatureTaps
@@ -28,7 +29,6 @@ from verify_service.engines.transformers.linear import (
     DenseLinear,
     FineInt8Linear,
     Int8Embedding,
-    Int8Linear,
     Linear,
 )
 from verify_service.engines.transformers.shard import Shard

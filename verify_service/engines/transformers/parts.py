@@ -10,7 +10,7 @@ from treewire.core.history import NodeHistories
 from treewire.core.sampling import Sampling
 from treewire.core.tree import DraftTree
 from verify_service.attention.layout import Segment
-from verify_service.engine import SessionId
+from verify_service.engine import Masks, SessionId
 from verify_service.engines.transformers.segments import chain_segment, tree_segment
 from verify_service.kv.rows import Slots
 
@@ -20,7 +20,8 @@ class Part:
     """One session's tokens in a step: a chunk of its prompt, or a tree.
 
     `context_slots` hold the committed prefix in order of position, the tokens' own rows go to `slots`. The target chooses
-    after the last `num_choices` tokens; `histories` is what was said before each choice, where sampling reads it.
+    after the last `num_choices` tokens; `histories` is what was said before each choice, where sampling reads it. `masks` are
+    waited for when it chooses.
     """
 
     session: SessionId
@@ -33,6 +34,7 @@ class Part:
     histories: NodeHistories | None
     num_node_probabilities: int
     wants_features: bool
+    masks: Masks | None = None
 
     def __len__(self) -> int:
         """Number of tokens."""

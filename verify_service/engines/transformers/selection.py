@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from treewire.checkpoint import FeatureProjection
+from treewire.int8 import has_kernel
 from verify_service.attention.layout import StepLayout
 from verify_service.attention.tree_attention import TreeAttention, double_core, fused_core
 from verify_service.engine import Unsupported
@@ -95,6 +96,8 @@ def _lean(
     architecture = Architecture.from_config(checkpoint.config)
     if dtype == _INT8 and torch.device(device).type != "cpu":
         raise Unsupported(f"int8 is computed on CPUs, not on {device}")
+    if dtype == _INT8 and not has_kernel():
+        raise Unsupported("int8 needs PyTorch's fbgemm kernels, which there are on x86 CPUs only")
     longest = longest_context([architecture.max_context], max_context)
     attention = TreeAttention(KvStore(kv_slots), double_core if dtype == _INT8 else fused_core)
     taps = _taps(feature_projection, architecture.num_layers, architecture.hidden_size, torch.device(device))

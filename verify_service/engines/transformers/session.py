@@ -54,6 +54,7 @@ class Session:
             histories=self._histories() if num_choices else None,
             num_node_probabilities=self.num_node_probabilities,
             wants_features=self.wants_features,
+            masks=item.masks if num_choices else None,
         )
 
     def _histories(self) -> NodeHistories | None:

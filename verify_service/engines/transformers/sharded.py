@@ -1,8 +1,8 @@
 """This file is the target's choices where each rank has the logits of a span of the vocabulary.
 
 A choice is the best of the ranks' best: two numbers a row and rank cross, not the row. Rows are brought together only where
-something is asked that no rank can tell of its own span: top-k, top-p, min-p, node probabilities; and, after the step, of the
-nodes whose distributions are asked for.
+something is asked that no rank can tell of its own span: top-k, top-p, min-p, masks, node probabilities; and, after the step,
+of the nodes whose distributions are asked for.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def needs_whole_rows(part: Part) -> bool:
     """True if the part's choices, or what is asked with them, cannot be told from spans of the rows."""
     sampling = part.sampling
     limits = bool(sampling.top_k) or sampling.top_p < 1.0 or sampling.min_p > 0.0
-    return bool(part.num_node_probabilities) or (limits and not sampling.is_greedy)
+    return part.masks is not None or bool(part.num_node_probabilities) or (limits and not sampling.is_greedy)
 
 
 def local_sampling(sampling: Sampling, span: slice) -> Sampling:

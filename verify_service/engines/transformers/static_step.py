@@ -345,7 +345,8 @@ def _is_plain(part: Part) -> bool:
     """True if the choices are the best of logits, or of tempered logits with noise, and nothing is asked beside them."""
     sampling = part.sampling
     limits = not sampling.is_greedy and (sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0)
-    return not (sampling.reads_history or sampling.logit_bias or part.num_node_probabilities or limits)
+    asked = part.num_node_probabilities or part.masks is not None
+    return not (sampling.reads_history or sampling.logit_bias or asked or limits)
 
 
 def _draws(part: Part) -> bool:

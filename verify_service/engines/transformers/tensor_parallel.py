@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from treewire.checkpoint import feature_projection
 from verify_service.engine import Posterior, RankMemory, SessionId, Target, Unsupported
@@ -118,10 +120,21 @@ class TensorParallelReady:
     memory: tuple[RankMemory, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class FoundMasks:
+    """Masks that need no waiting any more: `verify_service.engine.Masks`."""
+
+    found: NDArray[np.int32]
+
+    def rows(self) -> NDArray[np.int32]:
+        """The rows, as they were found."""
+        return self.found
+
+
 class RemoteRunner:
     """`verify_service.engines.transformers.runner.Runner` over ranks in processes of their own.
 
-    What has to be moved or forgotten goes along with the next step: nothing needs it earlier.
+    What has to be moved or forgotten goes along with the next step: nothing needs it earlier. Masks are found before it.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -132,7 +145,7 @@ class RemoteRunner:
 
     def step(self, parts: Sequence[Part]) -> Sequence[Posterior]:
         """Run all parts in one forward; one posterior each, in order."""
-        command = StepCommand(tuple(self._forgotten), tuple(self._moves), tuple(parts))
+        command = StepCommand(tuple(self._forgotten), tuple(self._moves), tuple(_sendable(part) for part in parts))
         self._forgotten.clear()
         self._moves.clear()
         answer: StepAnswer = self._ranks.step(command)
@@ -225,3 +238,7 @@ def _checked_target(options: TensorParallelOptions, name: str, forward: ForwardK
         tapped_layers=projection.tapped_layers if projection else (),
         feature_projection_hash=projection.hash if projection else "",
     )
+
+
+def _sendable(part: Part) -> Part:
+    return part if part.masks is None else replace(part, masks=FoundMasks(part.masks.rows()))

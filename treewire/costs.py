@@ -9,6 +9,7 @@ from treewire.core.speculation import Curve, RoundCosts
 from treewire.errors import InvalidRequest
 from treewire.v1 import verify_pb2
 
+LONGEST_DRAFT = 4.0  # times the mean: a longer one was held up by something that is not its price
 _WEIGHT = 0.1  # of the newest observation
 _LONGEST_WAIT_STEPS = 4.0  # a tree that waited longer was held up by prefills, which no budget changes
 
