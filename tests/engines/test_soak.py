@@ -14,7 +14,8 @@ from treewire.core.acceptance import accept
 from treewire.core.sampling import Sampling
 from treewire.core.simulated import SimulatedModel
 from treewire.core.tree import DraftTree
-from verify_service.engine import KvExhausted, PrefillChunk, Scoring, TargetEngine
+from treewire.kv.pages import KvExhausted
+from verify_service.engine import PrefillChunk, Scoring, TargetEngine
 from verify_service.engines.simulated import SimulatedTarget
 from verify_service.engines.transformers import TransformersTarget
 
