@@ -103,13 +103,13 @@ def load_expected() -> Reading:
     return Reading(noted["lengths"], tuple(noted["log_probs"]))
 
 
-def load_drafter(dtype: str = "float32") -> FeatureDrafter[Any]:
+def load_drafter(dtype: str = "float32") -> FeatureDrafter:
     """The shipped drafter, its embedding and head the default target's."""
     return load_feature_drafter(resolve_drafter(DEFAULT_MODEL), resolve(DEFAULT_MODEL, quiet=True), dtype=dtype)
 
 
 def read_drafter(
-    engine: FeatureDrafter[Any],
+    engine: FeatureDrafter,
     trace: Trace,
     *,
     rules: Sequence[str] = RULES,
@@ -140,7 +140,7 @@ def read_drafter(
 
 
 def _guesses(
-    engine: FeatureDrafter[Any], trace: Trace, features: Sequence[Tensor], *, takes_conditional: bool
+    engine: FeatureDrafter, trace: Trace, features: Sequence[Tensor], *, takes_conditional: bool
 ) -> list[list[Marginals]]:
     """What the drafter says after each token of each answer but the last."""
     guesses: list[list[Marginals]] = [[] for _ in trace.texts]
