@@ -52,7 +52,7 @@ async def test_deadline_that_cannot_be_met_is_refused_while_it_is_far() -> None:
 
 
 async def test_drafter_without_room_costs_nothing_but_speed(tmp_path: Path) -> None:
-    """Generations that outgrow the drafter's memory go on without guesses: the same tokens, and every page is free at the end."""
+    """Generations that outgrow the drafter's memory go on without guesses: the same tokens, and every page is free again."""
     path = save_tiny_model(tmp_path, "llama", vocab_size=MODEL.vocabulary_size)
     drafter = CausalLMDrafter.load(str(path), horizon=4, width=8, kv_tokens=96)
     texts = ["tell me about trees", "tell me about roots"]
