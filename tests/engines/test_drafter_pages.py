@@ -317,7 +317,7 @@ def test_a_causal_lm_computes_a_path_that_was_accepted_once() -> None:
     assert engine.positions_computed - computed == 1 + HORIZON - 1
 
 
-@pytest.mark.parametrize("kind", ["causal_lm", "dflash"])
+@pytest.mark.parametrize("kind", ["causal_lm", "dflash", "recurrent"])
 def test_a_session_without_room_alone_is_refused(kind: str) -> None:
     """Its proposal is answered with Overloaded, the others' of its batch with what they get alone."""
     step = Step(lambda: fresh(kind, 8, kv_tokens=64))
@@ -331,6 +331,8 @@ def test_a_session_without_room_alone_is_refused(kind: str) -> None:
         given = None if kind == "causal_lm" else features_of(0, text[:-1])
         return Proposal(session, Commit((50,) * num_new, len(text)), HORIZON, WIDTH, given)
 
+    (refused,) = step([proposal(1, 40)])
+    assert isinstance(refused, Overloaded)
     refused, answer = step([proposal(1, 40), proposal(2, 1)])
     assert isinstance(refused, Overloaded)
     assert "session 1 needs" in str(refused)

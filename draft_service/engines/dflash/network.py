@@ -40,15 +40,15 @@ class BlockNetwork:
 
     def draft(self, roots: Sequence[Root]) -> Sequence[Marginals]:
         """One block for each root; depth d is row d of its block."""
+        rows = [(root, depth) for root in roots for depth in range(1, root.depths + 1)]
+        if not rows:
+            return [Marginals.empty() for _ in roots]
         nothing = self._model.fc.weight.new_empty(0, self._model.config.hidden_size)
         caches = [self._cache(root.position, root.slots) for root in roots]
         logits = draft_blocks(
             self._model,
             [BlockIngestion(cache, nothing, root.token_id) for root, cache in zip(roots, caches, strict=True)],
         )
-        rows = [(root, depth) for root in roots for depth in range(1, root.depths + 1)]
-        if not rows:
-            return [Marginals.empty() for _ in roots]
         ranked = rank(
             torch.cat([block[: root.depths] for root, block in zip(roots, logits, strict=True)]),
             [root.noise for root, _ in rows],
