@@ -22,6 +22,7 @@ from tests.system.local_stack import LocalStack, local_stack
 from treewire import AsyncClient
 from treewire.errors import Unavailable
 from treewire.health import main as health_main
+from treewire.runtime.tls import server_credentials
 
 LOCALHOST = "localhost:0"
 
@@ -66,7 +67,7 @@ async def test_everything_is_encrypted_and_known(tmp_path: Path) -> None:
 
 
 async def test_a_door_whose_key_is_another_one_s_does_not_open(tmp_path: Path) -> None:
-    """It says so when it is opened, rather than when it is closed."""
+    """Either door says so when it is opened."""
     authority = Authority(tmp_path)
     settings = GatewaySettings(bind=LOCALHOST, http_bind=LOCALHOST, verify="127.0.0.1:1", draft="", model="m")
     pair = Pair(authority.issue("one").certificate, authority.issue("other").key)
@@ -75,6 +76,9 @@ async def test_a_door_whose_key_is_another_one_s_does_not_open(tmp_path: Path) -
         with pytest.raises(ssl.SSLError, match="KEY_VALUES_MISMATCH"):
             async with process.http_door():
                 pytest.fail("it opened")
+    assert mixed.certificates is not None
+    with pytest.raises(ssl.SSLError, match="KEY_VALUES_MISMATCH"):
+        server_credentials(mixed.certificates)
 
 
 async def test_health_command_shows_a_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,8 +57,8 @@ def one_rank(folder: Path) -> Iterator[Served]:
 
 
 def test_two_ranks_are_one(two_ranks: Served, one_rank: Served) -> None:
-    """Rounds of random trees, greedy and sampled, end in the same tokens and, to rounding, the same log-probs."""
-    answers = [_rounds(each.engine()) for each in (two_ranks, one_rank)]
+    """A prompt in chunks and a random tree, greedy and sampled: the same tokens and, to rounding, the same log-probs."""
+    answers = [_posteriors(each.engine()) for each in (two_ranks, one_rank)]
     for two, one in zip(*answers, strict=True):
         assert two.token_ids == one.token_ids
         for likely_two, likely_one in zip(two.node_probabilities, one.node_probabilities, strict=True):
@@ -66,18 +66,12 @@ def test_two_ranks_are_one(two_ranks: Served, one_rank: Served) -> None:
             torch.testing.assert_close(torch.tensor(likely_two.log_probs), torch.tensor(likely_one.log_probs), **_TOLERANCE)
 
 
-def _rounds(engine: SglangTarget) -> list[Posterior]:
+def _posteriors(engine: SglangTarget) -> list[Posterior]:
     rng, answers = random.Random(41), []
     for session, sampling in ((1, GREEDY), (2, SAMPLED)):
-        posterior = prefill(engine, session, [9, 8, 7, 6], sampling, chunk_size=3, num_node_probabilities=5)
-        root = posterior.token_ids[-1]
-        for size in (6, 14):
-            tree = random_tree(rng, root, VOCABULARY_SIZE, size, [posterior.token_ids[-1]])
-            posterior = score(engine, session, tree)
-            acceptance = accept(tree, posterior.token_ids)
-            engine.keep(session, acceptance)
-            root = acceptance.next_token_id
-            answers.append(posterior)
+        answers.append(prefill(engine, session, [9, 8, 7, 6], sampling, chunk_size=3, num_node_probabilities=5))
+        root = answers[-1].token_ids[-1]
+        answers.append(score(engine, session, random_tree(rng, root, VOCABULARY_SIZE, 14)))
     return answers
 
 
