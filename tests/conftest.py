@@ -1,16 +1,22 @@
-"""What all tests share: logs that go where a process sends them, threads that do not starve their neighbours, and property
-tests with the same examples every time and no deadline on a busy machine."""
+"""What all tests share: logs that go where a process sends them, threads that do not starve their neighbours, property tests
+with the same examples every time and no deadline on a busy machine, and the order in which several processes take the files."""
 
 import logging
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
 from hypothesis import settings
 
+IN_ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch comes in: spinning threads starve a shared machine
+if IN_ONE_OF_SEVERAL:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each of the processes would take every core
 
 from treewire.runtime.logging import configure_logging
 
@@ -25,3 +31,14 @@ def _configured_logging() -> Iterator[None]:
     yield
     logging.root.handlers[:], logging.root.level = before
     structlog.reset_defaults()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes share the files, those whose tests are given most time come first: none is left for the end."""
+    if not IN_ONE_OF_SEVERAL:
+        return
+    patience: defaultdict[Path, float] = defaultdict(float)
+    for item in items:
+        for marker in item.iter_markers("timeout"):
+            patience[item.path] = max(patience[item.path], *marker.args)
+    items.sort(key=lambda item: -patience[item.path])
