@@ -12,11 +12,9 @@ import pytest
 import structlog
 from hypothesis import settings
 
-IN_ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch comes in: spinning threads starve a shared machine
-if IN_ONE_OF_SEVERAL:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each of the processes would take every core
+# Before torch comes in: spinning threads starve a shared machine, and each of several processes would take every core.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else str(os.cpu_count() or 1))
 
 from treewire.runtime.logging import configure_logging
 
@@ -35,7 +33,7 @@ def _configured_logging() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes share the files, those whose tests are given most time come first: none is left for the end."""
-    if not IN_ONE_OF_SEVERAL:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     patience: defaultdict[Path, float] = defaultdict(float)
     for item in items:
