@@ -4,7 +4,7 @@ with the same examples every time and no deadline on a busy machine, and the ord
 import logging
 import os
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,11 +32,13 @@ def _configured_logging() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes share the files, those whose tests are given most time come first: none is left for the end."""
+    """Where several processes share the files, those whose tests are given most time come first, then those of many tests: none
+    of them is left for the end."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     patience: defaultdict[Path, float] = defaultdict(float)
     for item in items:
         for marker in item.iter_markers("timeout"):
             patience[item.path] = max(patience[item.path], *marker.args)
-    items.sort(key=lambda item: -patience[item.path])
+    num_tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (-patience[item.path], -num_tests[item.path]))
