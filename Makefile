@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTO_OUT ?= .
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
+# So many processes run the tests, each whole files, the long ones first (tests/conftest.py); WORKERS=0 runs them in this one.
+WORKERS ?= 2
+PYTEST_FLAGS := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 .DEFAULT_GOAL := help
 
 .PHONY: help install demo test test-browser chromium iproute2 test-sglang gpu-check gpu-check-sglang lint format proto conformance-reference compose-test bench peers simulator-check docs-benchmarks bench-micro bench-overhead bench-adaptive bench-split bench-memory soak soak-sessions bench-ablation docs-reference chaos load clean
@@ -40,7 +43,7 @@ demo: install ## start the stack with the default model, stream an answer, show 
 test: install .venv-proto/.installed .venv-conformance/.installed chromium iproute2 ## lint, then run every test on the real small model and the simulated one
 	@$(MAKE) --no-print-directory lint
 	@$(BIN)/python -m treewire.weights smollm2-135m
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 # Without dependencies: SGLang's own would bring CUDA. torch is the build that pip finds; one for CPUs is wanted.
 .venv-sglang/.installed: constraints-sglang.txt $(wildcard tests/sglang_platform/*.toml tests/sglang_platform/*/*.py)
@@ -54,7 +57,7 @@ test: install .venv-proto/.installed .venv-conformance/.installed chromium iprou
 
 test-sglang: .venv-sglang/.installed ## run the target engine on SGLang against its contract, on this CPU
 	@.venv-sglang/bin/python -m treewire.weights smollm2-135m
-	.venv-sglang/bin/python -m pytest tests/sglang -v
+	.venv-sglang/bin/python -m pytest tests/sglang -v $(PYTEST_FLAGS)
 
 gpu-check: install ## try this GPU: graphs against eager runs, attention, step times, then SGLang where it is installed
 	$(BIN)/python -m tests.gpu.check $(if $(OUTPUT),--output $(OUTPUT))

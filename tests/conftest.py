@@ -1,18 +1,22 @@
-"""What all tests share: logs that go where a process sends them, threads that do not starve their neighbours, and property
-tests with the same examples every time and no deadline on a busy machine. Where TREEWIRE_NO_SKIPS is 1, as in .ci/run, a test
-that skips has failed."""
+"""What all tests share: logs that go where a process sends them, threads that do not starve their neighbours, property tests
+with the same examples every time and no deadline on a busy machine, and the order in which several processes take the files.
+Where TREEWIRE_NO_SKIPS is 1, as in .ci/run, a test that skips has failed."""
 
 import logging
 import os
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 import structlog
 from hypothesis import settings
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch comes in: spinning threads starve a shared machine
+# Before torch comes in: spinning threads starve a shared machine, and each of several processes would take every core.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else str(os.cpu_count() or 1))
 
 from treewire.runtime.logging import configure_logging
 
@@ -56,3 +60,16 @@ def _configured_logging() -> Iterator[None]:
     yield
     logging.root.handlers[:], logging.root.level = before
     structlog.reset_defaults()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes share the files, those whose tests are given most time come first, then those of many tests: none
+    of them is left for the end."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    patience: defaultdict[Path, float] = defaultdict(float)
+    for item in items:
+        for marker in item.iter_markers("timeout"):
+            patience[item.path] = max(patience[item.path], *marker.args)
+    num_tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (-patience[item.path], -num_tests[item.path]))

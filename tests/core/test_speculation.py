@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -83,6 +84,13 @@ class Guess:
         return sum(node <= budget for node in self.path)
 
 
+@cache
+def guesses_of(name: str) -> list[Guess]:
+    """The rounds of a drafter: the same whatever the target's prices, and no small part of the work."""
+    rng = np.random.default_rng(7)
+    return [Guess(DRAFTERS[name], rng) for _ in range(NUM_ROUNDS)]
+
+
 def _row(top: float) -> np.ndarray:
     """Chances of a depth's tokens, best first, together below 1."""
     top = min(top, 0.97)
@@ -161,9 +169,7 @@ CASES = [
 def test_nearly_the_best_fixed_budget_and_never_below_plain(prices: str, name: str) -> None:
     """At every batch size above 0.97 of plain decoding from the first round on, and within 5 % of the best of the fixed budgets
     once half of the rounds have been learnt from."""
-    drafter = DRAFTERS[name]
-    rng = np.random.default_rng(7)
-    guesses = [Guess(drafter, rng) for _ in range(NUM_ROUNDS)]
+    drafter, guesses = DRAFTERS[name], guesses_of(name)
     for batch in BATCHES:
         costs, speculation = costs_of(PRICES[prices], drafter, batch), Speculation(MAX_BUDGET)
         half = NUM_ROUNDS // 2

@@ -21,7 +21,7 @@ from treewire.v1 import draft_pb2, generate_pb2, tree_pb2, verify_pb2
 from verify_service.engines.simulated import SimulatedTarget
 
 NUM_MESSAGES = 10_000
-LONGEST_SECONDS = 120.0
+LONGEST_SECONDS = 400.0
 NUM_CALLERS = 16
 MESSAGES_PER_STREAM = 5
 CALL_SECONDS = 20.0
@@ -175,7 +175,7 @@ RPCS = [
 ]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("service", "path", "kind", "shape"), RPCS, ids=[rpc[1] for rpc in RPCS])
 async def test_no_message_brings_a_service_down(service: str, path: str, kind: type[Message], shape: str) -> None:
     """Ten thousand messages: none ends in INTERNAL, UNKNOWN or a deadline, and afterwards a generation is as before."""

@@ -61,7 +61,7 @@ async def toys(count: int) -> AsyncIterator[list[Toy]]:
 
 async def available(replicas: Replicas, count: int) -> None:
     """Returns when so many replicas take sessions."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while replicas.num_available != count:
             await asyncio.sleep(0.01)
 
@@ -128,7 +128,7 @@ async def test_replica_that_does_not_fit_is_left_out_until_its_health_changes() 
         replicas.choose().refuse()
         assert replicas.num_available == 0
         await server.health.set(SERVICE, NOT_SERVING)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while not replicas.all[0].is_draining:
                 await asyncio.sleep(0.01)
         await server.health.set(SERVICE, SERVING)
@@ -160,7 +160,7 @@ async def test_a_name_stands_for_all_of_its_addresses(monkeypatch: pytest.Monkey
             await available(replicas, 1)
             assert replicas.choose().address == first.address
             assert leaving.channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while leaving.channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN:
                 await asyncio.sleep(0.01)
     await first.stop()
@@ -200,7 +200,7 @@ async def test_replica_that_does_not_answer_is_the_last_choice(monkeypatch: pyte
     await silent.start()
     async with toys(1) as (other,), watched(silent.address, other.address) as replicas:
         await available(replicas, 2)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while all(replica.answers for replica in replicas.all):
                 await asyncio.sleep(0.01)
         assert {replicas.choose((number,)).address for number in range(30)} == {other.address}
@@ -211,7 +211,7 @@ async def test_replica_that_does_not_answer_is_the_last_choice(monkeypatch: pyte
         await available(replicas, 1)
         assert replicas.choose().address == silent.address
         silent.health.speaking.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while not replicas.choose().answers:
                 await asyncio.sleep(0.01)
     await silent.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import draft_service.assembly
@@ -29,6 +30,12 @@ from verify_service.settings import VerifySettings
 
 LOOPBACK = "127.0.0.1:0"
 MODEL = SimulatedModel()
+
+
+@cache
+def simulated_tokenization() -> Tokenization:
+    """What every stack of simulated engines speaks, built once."""
+    return Tokenization.simulated()
 
 
 class Running:
@@ -109,7 +116,7 @@ async def verify_server(
 ) -> AsyncIterator[tuple[Running, VerifyProcess]]:
     """A verify service over `engine`, whose steps are priced by `measure`; its tokenizer is that of `tokenization`, else the
     simulated one."""
-    tokenizer = (tokenization or Tokenization.simulated()).tokenizer
+    tokenizer = (tokenization or simulated_tokenization()).tokenizer
     async with AsyncExitStack() as lifetime:
         options = VerifySettings(bind=bind, **settings)
         process = verify_service.assembly.assemble(options, lambda: engine, measure, tokenizer=lambda: tokenizer)
@@ -160,7 +167,7 @@ async def local_stack(
             gateway_server(
                 verify_running.address,
                 draft_running.address if draft_running else "",
-                tokenization or Tokenization.simulated(),
+                tokenization or simulated_tokenization(),
                 gateway_bind,
                 **gateway_settings,
             )

@@ -174,7 +174,7 @@ async def test_draining_replica_is_left_between_two_rounds() -> None:
             draining.append(asyncio.create_task(stack.verify_running[busy].server.drain(asyncio.Event())))
 
         generation = await generated(stack, drain)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             await draining[0]
         assert stack.failovers("draining") == 1
         assert stack.loads[left[0]] == 0

@@ -84,7 +84,7 @@ async def real_stack(target: TransformersTarget, model_path: Path) -> AsyncItera
             gateway = await stack.enter_async_context(
                 gateway_server(verify.address, draft, tokenization, width=width, verify_timeout_seconds=600.0)
             )
-            return await stack.enter_async_context(AsyncClient(gateway.address))
+            return await stack.enter_async_context(AsyncClient(gateway.address, timeout_seconds=None))
 
         kill = asyncio.Event()
 
