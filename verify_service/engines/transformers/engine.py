@@ -94,7 +94,7 @@ class TransformersTarget:
             tapped_layers=projection.tapped_layers if projection else (),
             feature_projection_hash=projection.hash if projection else "",
         )
-        return cls(_runner(loaded, graphs, dtype, max_tree_nodes), target, kv)
+        return cls(_runner(loaded, graphs, dtype, max_tree_nodes, kv_page_size), target, kv)
 
     @property
     def target(self) -> Target:
@@ -157,15 +157,18 @@ class TransformersTarget:
             return []
         posteriors = self._runner.step(parts)
         self.positions_computed += sum(map(len, parts))
-        for item in work:
+        for item, posterior in zip(work, posteriors, strict=True):
             if isinstance(item, PrefillChunk):
                 self._sessions[item.session].rows.commit_chunk(item.token_ids)
+            else:
+                self._sessions[item.session].accepted = posterior.acceptance
         return posteriors
 
     def keep(self, session: SessionId, acceptance: Acceptance) -> None:
         """Of the session's last tree keep the accepted nodes' state; the rest is gone. Computes nothing.
 
-        With pages of one slot nothing is moved either; in larger ones the rows of nodes that are not the tree's first are.
+        With pages of one slot nothing is moved either; in larger ones the rows of nodes that are not the tree's first are,
+        unless the step accepted the tree and moved them.
         """
         moves = self._opened(session).keep(acceptance)
         if len(moves):
@@ -218,7 +221,7 @@ class TransformersTarget:
         return self._sessions[session]
 
 
-def _runner(loaded: LoadedModel, graphs: GraphsMode, dtype: str, max_tree_nodes: int) -> Runner:
+def _runner(loaded: LoadedModel, graphs: GraphsMode, dtype: str, max_tree_nodes: int, page_size: int) -> Runner:
     """On static buffers where that is asked for, or pays. Raises Unsupported where it is asked for and cannot be."""
     forward = loaded.forward
     if graphs == "on" or (graphs == "auto" and forward.device.type == "cuda" and isinstance(forward, LeanForward)):
@@ -226,5 +229,6 @@ def _runner(loaded: LoadedModel, graphs: GraphsMode, dtype: str, max_tree_nodes:
             kind = "int8" if isinstance(forward, LeanForward) else "the forward of transformers"
             raise Unsupported(f"graphs are for the lean forward in float types, this is {kind}: set graphs to off")
         chooser = WholeRows(loaded.vocabulary_size)
-        return StaticRunner(forward, chooser, max_nodes=max_tree_nodes, max_context=loaded.max_context)
+        sizes = {"max_nodes": max_tree_nodes, "max_context": loaded.max_context, "page_size": page_size}
+        return StaticRunner(forward, chooser, **sizes)
     return LocalRunner(forward, WholeRows(loaded.vocabulary_size))

@@ -133,7 +133,8 @@ def _runner(forward: LeanForward, chooser: ShardedRows, options: TensorParallelO
     if not options.uses_graphs:
         return LocalRunner(forward, chooser)
     longest = longest_context([architecture.max_context], options.max_context)
-    return StaticRunner(forward, chooser, max_nodes=options.max_tree_nodes, max_context=longest)
+    sizes = {"max_nodes": options.max_tree_nodes, "max_context": longest, "page_size": options.kv_page_size}
+    return StaticRunner(forward, chooser, **sizes)
 
 
 def _taps(plan: TensorParallelPlan, architecture: Architecture) -> FeatureTaps | None:

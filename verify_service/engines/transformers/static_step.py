@@ -1,8 +1,9 @@
 """This file is the step on static buffers: trees padded to a bucket, all inputs in place, so that a graph can replay it.
 
 One copy brings a step's numbers to the device; everything that follows from them (positions, mask, noise, choices) is computed
-there, in memory that stays where it is, without asking the host; one copy brings the choices back. On CUDA a bucket is
-captured as a graph, elsewhere the same function runs eagerly. What a bucket cannot hold runs as ragged rows, and is counted.
+there, in memory that stays where it is, without asking the host, up to the accepted path and its rows in larger pages; one copy
+brings choices and paths back. On CUDA a bucket is captured as a graph, elsewhere the same function runs eagerly. What a bucket
+cannot hold runs as ragged rows, and is counted.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from verify_service.engines.transformers.choices import Chooser
 from verify_service.engines.transformers.lean import LeanForward
 from verify_service.engines.transformers.parts import Part
 from verify_service.engines.transformers.runner import LocalRunner
+from verify_service.engines.transformers.walk import Trees, Walk, walk
 from verify_service.kv.rows import Moves
 from verify_service.kv.store import KvStore
 
@@ -39,7 +41,7 @@ NUM_NODES = (1, 8, 17, 33, 65, 129, 257, 513)
 BATCH_SIZES = (1, 2, 4, 8)
 _SMALLEST_CONTEXT = 256
 _MAX_DRAWN_DEPTHS = 32  # noise is made once for each depth of a tree, not for each node; deeper trees draw outside
-_PER_SESSION = 3  # length of the context, hashed seed, temperature
+_PER_SESSION = 5  # length of the context, nodes, whether it accepts, hashed seed, temperature
 _NOT_FINITE = -1
 
 
@@ -111,10 +113,11 @@ class _Inputs:
 
 
 class _Outputs(NamedTuple):
-    """Where a bucket's results lie: logits float32, by session and node, of this rank's vocabulary; choices int64, where a
-    rank has the whole of it; features of the rows, if tapped."""
+    """Where a bucket's results lie: logits float32, by session and node, of this rank's vocabulary; where a rank has the whole
+    of it, `found` of each session, the choices after its nodes and then the packed walk along them, int64; features of the
+    rows, if tapped."""
 
-    chosen: Tensor | None
+    found: Tensor | None
     logits: Tensor
     features: Tensor | None
 
@@ -122,9 +125,10 @@ class _Outputs(NamedTuple):
 class _Program:
     """One bucket: its input numbers and what computes its outputs from them."""
 
-    def __init__(self, forward: LeanForward, bucket: Bucket) -> None:
+    def __init__(self, forward: LeanForward, bucket: Bucket, *, moves_rows: bool) -> None:
         self.bucket = bucket
         self._forward = forward
+        self._moves_rows = moves_rows
         shape = (bucket.batch_size, _Inputs.width(bucket))
         is_cuda = forward.device.type == "cuda"
         self.host = _Inputs(torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda), bucket)
@@ -158,7 +162,7 @@ class _Program:
     def _compute(self) -> _Outputs:
         """The whole step on the device."""
         inputs, bucket = self._inputs, self.bucket
-        lengths = inputs.per_session[:, 0]
+        lengths, counts, accepts = inputs.per_session[:, :3].unbind(-1)
         visible = visibility(inputs.parents)
         depths = visible.sum(-1) - 1
         positions = lengths[:, None] + depths
@@ -169,8 +173,21 @@ class _Program:
         attention = StaticAttention(self._forward.store, inputs.key_slots, inputs.slots.flatten(), mask)
         rows, features = self._forward.rows(inputs.token_ids.flatten(), positions.flatten(), attention)
         logits = self._forward.head(rows).view(bucket.batch_size, bucket.num_nodes, -1)
-        chosen = self._chosen(logits, positions, depths) if self._forward.is_whole else None
-        return _Outputs(chosen, logits, features)
+        if not self._forward.is_whole:
+            return _Outputs(None, logits, features)
+        chosen = self._chosen(logits, positions, depths)
+        walked = walk(Trees(inputs.token_ids, inputs.parents, depths, visible, counts), chosen)
+        if self._moves_rows and bucket.num_nodes > 1:
+            self._keep(walked, accepts)
+        return _Outputs(torch.cat((chosen, walked.packed()), dim=1), logits, features)
+
+    def _keep(self, walked: Walk, accepts: Tensor) -> None:
+        """Move the rows of accepted nodes to the places behind the context, where the session goes on; others stay."""
+        slots = self._inputs.slots
+        places = torch.arange(slots.shape[1], device=slots.device)
+        is_kept = places < (walked.lengths * accepts)[:, None]
+        sources = slots.gather(1, torch.where(is_kept, walked.path, places))
+        self._forward.store.move(sources.flatten(), slots.flatten())
 
     def _chosen(self, logits: Tensor, positions: Tensor, depths: Tensor) -> Tensor:
         """The best of each row, of equals the lower id; -1 where no best is finite."""
@@ -183,7 +200,7 @@ class _Program:
 
     def _noise(self, positions: Tensor, depths: Tensor, vocabulary_size: int) -> tuple[Tensor, Tensor]:
         """Noise of each row, none for sessions without, [sessions, nodes, vocabulary]; and what logits are divided by."""
-        _, seeds, temperature_bits = self._inputs.per_session.unbind(-1)
+        seeds, temperature_bits = self._inputs.per_session[:, 3:].unbind(-1)
         temperatures = temperature_bits.contiguous().view(torch.float64).float()
         num_depths = min(self.bucket.num_nodes, _MAX_DRAWN_DEPTHS)
         drawn = positions[:, :1] + 1 + torch.arange(num_depths, device=positions.device)
@@ -199,12 +216,21 @@ class StaticRunner:
 
     `max_nodes` and `max_context` bound the buckets. On CUDA a bucket is captured when it is first needed; elsewhere, and
     without `captures`, it runs eagerly. The last slot of the store is for what fills buckets: it must not be handed out.
+    In pages of more than one slot the rows of what a step accepts are moved in the step.
     """
 
     def __init__(
-        self, forward: LeanForward, chooser: Chooser, *, max_nodes: int, max_context: int, captures: bool = True
+        self,
+        forward: LeanForward,
+        chooser: Chooser,
+        *,
+        max_nodes: int,
+        max_context: int,
+        page_size: int = 1,
+        captures: bool = True,
     ) -> None:
         self._forward = forward
+        self._page_size = page_size
         self._chooser = chooser
         self._ragged = LocalRunner(forward, self._chooser)
         self._num_nodes = _up_to(NUM_NODES, max_nodes)
@@ -249,7 +275,7 @@ class StaticRunner:
     def program(self, bucket: Bucket) -> _Program:
         """A bucket's program, captured if this machine captures."""
         if bucket not in self._programs:
-            program = _Program(self._forward, bucket)
+            program = _Program(self._forward, bucket, moves_rows=self._page_size > 1)
             if self._pool is not None:
                 self.write(program.host, ())
                 program.capture(self._pool)
@@ -276,16 +302,18 @@ class StaticRunner:
             inputs.key_slots[row, :length] = torch.from_numpy(part.context_slots)
             inputs.key_slots[row, context : context + count] = slots
             temperature = part.sampling.temperature if _draws(part) else 0.0
-            inputs.per_session[row] = torch.tensor([length, hashed_seed(part.sampling.seed), _bits(temperature)])
+            accepts = int(_accepts(part))
+            numbers = [length, count, accepts, hashed_seed(part.sampling.seed), _bits(temperature)]
+            inputs.per_session[row] = torch.tensor(numbers)
 
     def _posteriors(self, parts: Sequence[Part], outputs: _Outputs) -> Sequence[Posterior]:
         """One for each part; what its bucket did not choose for it is chosen from the bucket's logits."""
         logits = [outputs.logits[row, : len(part)] for row, part in enumerate(parts)]
-        if outputs.chosen is None:
+        if outputs.found is None:
             return self._chooser.posteriors(parts, logits)
-        chosen = outputs.chosen.cpu()
+        num_nodes, found = outputs.logits.shape[1], outputs.found.tolist()
         return [
-            _plain_posterior(part, logits[row], chosen[row])
+            _plain_posterior(part, logits[row], found[row][:num_nodes], found[row][num_nodes:])
             if _is_plain(part)
             else self._chooser.posteriors([part], logits[row : row + 1])[0]
             for row, part in enumerate(parts)
@@ -298,12 +326,13 @@ class StaticRunner:
         return replace(posterior, features=outputs.features[first : first + len(part)].cpu().numpy())
 
 
-def _plain_posterior(part: Part, logits: Tensor, chosen: Tensor) -> Posterior:
-    """Of choices that the bucket made."""
-    token_ids = tuple(chosen[: len(part)].tolist())
+def _plain_posterior(part: Part, logits: Tensor, choices: Sequence[int], walked: Sequence[int]) -> Posterior:
+    """Of what the bucket made for a session: its choices and its packed walk."""
+    token_ids = tuple(choices[: len(part)])
     if _NOT_FINITE in token_ids:
         raise FloatingPointError("the target's logits are not finite")
-    return Posterior(token_ids, distributions=_Later(part, logits))
+    acceptance = Walk.acceptance(walked) if part.accepts else None
+    return Posterior(token_ids, distributions=_Later(part, logits), acceptance=acceptance)
 
 
 class _Later:
@@ -347,6 +376,11 @@ def _is_plain(part: Part) -> bool:
     limits = not sampling.is_greedy and (sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0)
     asked = part.num_node_probabilities or part.masks is not None
     return not (sampling.reads_history or sampling.logit_bias or asked or limits)
+
+
+def _accepts(part: Part) -> bool:
+    """True if the bucket's own walk is what is accepted of the part's tree."""
+    return part.accepts and _is_plain(part)
 
 
 def _draws(part: Part) -> bool:
