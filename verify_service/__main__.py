@@ -92,6 +92,7 @@ def _transformers(settings: VerifySettings) -> TargetEngine:
         num_threads=settings.threads or None,
         feature_projection=resolve_drafter(settings.feature_projection) if settings.feature_projection else None,
         graphs=settings.graphs,
+        attention=settings.attention,
     )
 
 
@@ -115,6 +116,7 @@ def _tensor_parallel(settings: VerifySettings) -> StartedTransformers:
         num_threads=settings.threads or None,
         feature_projection=resolve_drafter(settings.feature_projection) if settings.feature_projection else None,
         graphs=settings.graphs,
+        attention=settings.attention,
     )
     return StartedTransformers(options, settings.model, settings.forward)
 
@@ -189,7 +191,8 @@ def price_measure(settings: VerifySettings) -> Measure:
         time.perf_counter, _report_price, max_batch_size=min(settings.max_sessions, max(BATCH_SIZES))
     )
     told = (
-        *("engine", "model", "device", "dtype", "forward", "graphs", "threads", "max_tree_nodes", "simulated_step_seconds"),
+        *("engine", "model", "device", "dtype", "forward", "graphs", "attention", "threads", "max_tree_nodes"),
+        "simulated_step_seconds",
         *("model_path", "tp_size", "attention_backend", "tree_widths", "sglang_args"),
     )
     subject = {name: getattr(settings, name) for name in told}

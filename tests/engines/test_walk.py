@@ -19,7 +19,7 @@ from treewire.core.sampling import Sampling
 from treewire.core.tree import DraftTree
 from verify_service.engine import Scoring
 from verify_service.engines.transformers import TransformersTarget
-from verify_service.engines.transformers.static_step import visibility
+from verify_service.engines.transformers.static_program import visibility
 from verify_service.engines.transformers.walk import Trees, Walk, walk
 
 SIZES: dict[str, Any] = {"max_tree_nodes": 24, "max_context": 96, "kv_tokens": 1024}
