@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,8 +18,7 @@ _FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
 _FLASHINFER_HEAD_SIZES = (64, 128, 256)
 
 
-@dataclass(frozen=True)
-class AttentionPlace:
+class AttentionPlace(NamedTuple):
     """Where attention is computed, on what: this rank's heads."""
 
     device: torch.device

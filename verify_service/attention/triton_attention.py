@@ -92,8 +92,8 @@ def _attend(  # type: ignore[no-untyped-def]
         best, total, attended = _fold(own, key, value, is_key[None, :], scale, best, total, attended)
 
     if split == NUM_SPLITS - 1:
-        for start in range(0, num_nodes, BLOCK_KEYS):
-            others = start + block
+        for first in range(0, num_nodes, BLOCK_KEYS):
+            others = first + block
             is_key = others < num_nodes
             slot = tl.load(slots + session * num_nodes + others, mask=is_key, other=0)
             places = (slot * num_kv_heads + kv_head) * SIZE
