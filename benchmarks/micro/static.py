@@ -2,8 +2,9 @@
 
 python -m benchmarks.micro.static [--model NAME] [--threads N] [--rounds N] [--page-size N] [--output FILE]
 
-A step is timed with the acceptance and the keep behind it, which on static buffers are in it. Both are measured in turns within one run, with contexts and trees that just fill their buckets; medians and their quotients, of
-wall time and of CPU time, which says what a step costs where other processes take the cores away in the middle of it.
+A step is timed with the acceptance and the keep behind it, which on static buffers are in it. Both are measured in turns within
+one run, with contexts and trees that just fill their buckets; medians and their quotients, of wall time and of CPU time, which
+says what a step costs where other processes take the cores away in the middle of it.
 """
 
 from __future__ import annotations
