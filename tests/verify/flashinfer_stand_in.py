@@ -1,4 +1,4 @@
-"""FlashInfer's paged wrapper as its sources (0.6.18 to 0.7.2) say that it reads its buffers, in plain loops on a CPU, in float64.
+"""FlashInfer's paged wrapper as its sources (0.6.18 to 0.7.2) say that it reads its buffers, in plain loops, in float64.
 
 Names, order and checks of `plan` and `run` are those of `BatchPrefillWithPagedKVCacheWrapper` in CUDA graph mode; the mask is
 read as `DefaultAttention` in variants.cuh does: byte (q * keys + k) // 8 behind the session's start, bit (q * keys + k) % 8.

@@ -1,7 +1,7 @@
 """This file is a bucket as FlashInfer's paged attention wants to be told of it: where rows and pages begin, and a mask of bits.
 
-The layouts are those of `BatchPrefillWithPagedKVCacheWrapper` (flashinfer 0.6.18 to 0.7.2): of session i the rows from row_starts[i] on
-see the keys in pages[page_starts[i] : page_starts[i + 1]], the last page being filled to last_page_lengths[i]. Bit
+The layouts are those of `BatchPrefillWithPagedKVCacheWrapper` (flashinfer 0.6.18 to 0.7.2): of session i the rows from
+row_starts[i] on see the keys in pages[page_starts[i] : page_starts[i + 1]], the last being filled to last_page_lengths[i]. Bit
 q * keys + k, least significant first, counted from the session's first byte, says whether row q sees key k. Words of 32 bits
 are such bytes where the machine is little-endian, as CUDA devices are.
 """
