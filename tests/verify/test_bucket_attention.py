@@ -22,6 +22,7 @@ from verify_service.attention.paged_plan import packed_mask, paged_plan
 from verify_service.engine import Unsupported
 from verify_service.engines.transformers import TransformersTarget
 from verify_service.engines.transformers.tensor_parallel import StartedTransformers, TensorParallelOptions
+from verify_service.settings import VerifySettings
 
 SHAPES = (BucketShape(1, 1, 16), BucketShape(1, 8, 16), BucketShape(3, 17, 48), BucketShape(2, 33, 80))
 TOLERANCE = 1e-5
@@ -141,3 +142,10 @@ def test_it_is_refused_before_anything_is_served(tmp_path: Path) -> None:
         StartedTransformers(TensorParallelOptions(folder, tp_size=2, attention="triton"), "tiny")
     with pytest.raises(Unsupported, match="flashinfer, which runs on CUDA, the device is cpu"):
         StartedTransformers(TensorParallelOptions(folder, tp_size=2, attention="flashinfer", graphs="on"), "tiny")
+
+
+def test_it_is_refused_where_there_are_no_static_buffers() -> None:
+    """Other engines have attention of their own."""
+    with pytest.raises(ValueError, match="attention is triton, it is for the transformers engine, this one is simulated"):
+        VerifySettings(engine="simulated", attention="triton")
+    assert VerifySettings(attention="flashinfer").attention == "flashinfer"
