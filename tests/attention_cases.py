@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.engines.target_contract import random_tree
 from treewire.core.tree import DraftTree
 from treewire.core.visibility import visibility
+from treewire.kv.store import KvStore
 from verify_service.attention.bucket import BucketAttention, BucketRows, BucketShape, Heads
-from verify_service.kv.store import KvStore
 
 LAYER = 3
 

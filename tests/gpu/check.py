@@ -30,6 +30,8 @@ from treewire import wire
 from treewire.core.acceptance import Acceptance, accept
 from treewire.core.sampling import Sampling
 from treewire.core.tree import DraftTree
+from treewire.kv.pages import PAGE_SIZES, PagedKv
+from treewire.kv.store import KvStore
 from treewire.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
 from verify_service.attention.backends import AttentionKind, AttentionPlace, check_attention, make_attention
 from verify_service.attention.bucket import BucketShape, Heads
@@ -42,8 +44,6 @@ from verify_service.engines.transformers.lean import PRECISIONS, LeanForward
 from verify_service.engines.transformers.parts import Part
 from verify_service.engines.transformers.runner import LocalRunner, Runner
 from verify_service.engines.transformers.static_step import BATCH_SIZES, NUM_NODES, StaticOptions, StaticRunner
-from verify_service.kv.pages import PAGE_SIZES, PagedKv
-from verify_service.kv.store import KvStore
 
 _TIMED_BATCH_SIZES = (1, 8)
 _KINDS: tuple[AttentionKind, ...] = ("sdpa", "triton", "flashinfer")

@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from treewire.kv.store import KvStore
 from verify_service.attention.bucket import BucketShape, Heads, MakeAttention, SdpaAttention
 from verify_service.engine import Unsupported
-from verify_service.kv.store import KvStore
 
 AttentionKind = Literal["auto", "sdpa", "triton", "flashinfer"]
 """What computes attention on static buffers; auto is sdpa, PyTorch's own: the others have not been run on a GPU yet."""

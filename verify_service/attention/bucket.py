@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from treewire.kv.store import KvStore
 from verify_service.attention.tree_attention import fused_core
-from verify_service.kv.store import KvStore
 
 
 class BucketShape(NamedTuple):

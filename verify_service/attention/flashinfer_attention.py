@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from treewire.kv.store import KvStore
 from verify_service.attention.bucket import BucketRows, BucketShape, Heads
 from verify_service.attention.paged_plan import mask_words, most_pages, packed_mask, paged_plan
-from verify_service.kv.store import KvStore
 
 _BACKEND = "fa2"  # the one that takes masks
 _LAYOUT = "NHD"

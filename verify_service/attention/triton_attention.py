@@ -17,8 +17,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from treewire.kv.store import KvStore
 from verify_service.attention.bucket import BucketRows, BucketShape
-from verify_service.kv.store import KvStore
 
 _FEWEST_ROWS = 16  # of a matrix product
 _MOST_ROWS = 64

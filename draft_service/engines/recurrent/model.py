@@ -129,10 +129,11 @@ class RecurrentDrafter(nn.Module):
 
     def attention_inputs(self, rows: Tensor, positions: Tensor) -> AttentionInputs:
         """Queries, keys and values of rows [..., H] at positions int64 [...] (broadcast)."""
-        heads = self._projected(self.attention_norm(rows)).to(rows.dtype).unflatten(-1, (-1, self.config.head_dim))
+        projected = self._projected(self.attention_norm(rows)).to(rows.dtype)
+        heads = projected.view(*projected.shape[:-1], -1, self.config.head_dim)
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
-        turned, values = heads.split([num_heads + num_kv_heads, num_kv_heads], -2)
-        queries, keys = self._rotary.rotate(turned, positions).split([num_heads, num_kv_heads], -2)
+        turned, values = torch.split(heads, [num_heads + num_kv_heads, num_kv_heads], -2)
+        queries, keys = torch.split(self._rotary.rotate(turned, positions), [num_heads, num_kv_heads], -2)
         return AttentionInputs(queries, keys, values)
 
     def finish(self, rows: Tensor, attended: Tensor) -> Tensor:
@@ -190,7 +191,7 @@ class RecurrentDrafter(nn.Module):
 
 
 class DraftCache:
-    """One session's keys and values: of its committed positions, and behind them those of the round's drafted nodes."""
+    """One sequence's keys and values in one piece: of committed positions, and behind them those of a round's drafted nodes."""
 
     def __init__(self, config: RecurrentConfig, capacity: int = 256) -> None:
         self.length = 0

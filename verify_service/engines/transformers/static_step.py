@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treewire.core.tree import TokenLogProbs
+from treewire.kv.rows import Moves
 from verify_service.attention.backends import AttentionKind, AttentionPlace, make_attention
 from verify_service.attention.bucket import BucketShape
 from verify_service.engine import Posterior, SessionId
@@ -37,7 +38,6 @@ from verify_service.engines.transformers.static_program import (
     is_plain,
 )
 from verify_service.engines.transformers.walk import Walk
-from verify_service.kv.rows import Moves
 
 GraphsMode = Literal["auto", "on", "off"]
 """Whether trees run on static buffers; auto is on CUDA alone."""
