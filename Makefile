@@ -55,7 +55,7 @@ test: install .venv-proto/.installed .venv-conformance/.installed chromium iprou
 	@.venv-sglang/bin/python -c 'import torch' || { echo "this torch needs CUDA packages: let pip find a CPU build of it"; exit 1; }
 	@touch $@
 
-test-sglang: .venv-sglang/.installed ## run the target engine on SGLang against its contract, on this CPU
+test-sglang: .venv-sglang/.installed ## run the target engine on SGLang against its contract, and our Triton kernel, on this CPU
 	@.venv-sglang/bin/python -m treewire.weights smollm2-135m
 	.venv-sglang/bin/python -m pytest tests/sglang -v $(PYTEST_FLAGS)
 

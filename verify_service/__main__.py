@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _LARGE_BLOCK_BYTES = 4 << 20
 
-_TRANSFORMERS_SETTINGS = ("device", "dtype", "max_tree_nodes", "kv_tokens", "kv_page_size", "graphs")
+_TRANSFORMERS_SETTINGS = ("device", "dtype", "max_tree_nodes", "kv_tokens", "kv_page_size", "graphs", "attention")
 """Settings that the transformers engine takes under the same name, on one rank as on several."""
 
 _SEVERAL_RANKS_SETTINGS = ("tp_size", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id")
@@ -190,7 +190,8 @@ def price_measure(settings: VerifySettings) -> Measure:
         time.perf_counter, _report_price, max_batch_size=min(settings.max_sessions, max(BATCH_SIZES))
     )
     told = (
-        *("engine", "model", "device", "dtype", "forward", "graphs", "threads", "max_tree_nodes", "simulated_step_seconds"),
+        *("engine", "model", "device", "dtype", "forward", "graphs", "attention", "threads", "max_tree_nodes"),
+        "simulated_step_seconds",
         *("model_path", "tp_size", "attention_backend", "tree_widths", "sglang_args"),
     )
     subject = {name: getattr(settings, name) for name in told}

@@ -81,12 +81,14 @@ class PrefillChunk:
 class Scoring:
     """One tree to score for a session whose prefill is complete. The root is the session's last committed token.
 
-    Without `masks` the target may choose any token.
+    Without `masks` the target may choose any token. With `accepts` the engine may follow the target's choices by itself, and
+    ready what it accepts for its keep; the posterior then says so.
     """
 
     session: SessionId
     tree: DraftTree
     masks: Masks | None = field(default=None, compare=False, repr=False)
+    accepts: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,14 @@ class Posterior:
 
     `distributions` are those that the choices were made from, in the order of the choices; only with choices.
     `features`, float32 [nodes or chunk tokens, feature size], only if the engine taps them and the session wants them.
+    `acceptance` is what the engine accepted of a tree along these choices, if it was told to and did: no other can be kept.
     """
 
     token_ids: tuple[int, ...]
     node_probabilities: tuple[NodeProbabilities, ...] = ()
     features: NDArray[np.float32] | None = None
     distributions: Distributions | None = field(default=None, compare=False, repr=False)
+    acceptance: Acceptance | None = None
 
 
 class TargetEngine(Protocol):

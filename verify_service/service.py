@@ -21,6 +21,7 @@ from treewire.runtime.engine_thread import EngineThread
 from treewire.runtime.metrics import VerifyMetrics
 from treewire.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
 from verify_service.engine import Posterior, PrefillChunk, Scoring, Target, Unsupported
+from verify_service.rules import shared_noise
 from verify_service.sessions import Opening, VerifySession, fingerprint
 from verify_service.step import Answer, Step, Work
 from verify_service.structures.grammars import Grammars
@@ -170,7 +171,9 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
             pruning = await session.matching.pruned(tree, deepest)
         left = tree if pruning is None else pruning.left
         masks = None if session.matching is None else session.matching.masks(left)
-        work = Work(Scoring(session.id, left, masks), session.rule, session.opening.num_log_probs, pruning)
+        rule = session.rule
+        follows_choices = rule is shared_noise and pruning is None
+        work = Work(Scoring(session.id, left, masks, follows_choices), rule, session.opening.num_log_probs, pruning)
         pruned = time.perf_counter()
         answer = await self._thread.submit(work)
         answered = time.perf_counter()

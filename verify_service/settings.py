@@ -47,6 +47,11 @@ class VerifySettings(ServiceSettings):
     graphs: Literal["auto", "on", "off"] = Field(
         "auto", description="Whether trees run on static buffers, captured as graphs on CUDA; auto is on CUDA; transformers."
     )
+    attention: Literal["auto", "sdpa", "triton", "flashinfer"] = Field(
+        "auto",
+        description="Attention on static buffers; auto is sdpa, PyTorch's own: triton (ours) and flashinfer were never run on "
+        "a GPU, make gpu-check compares them there; transformers.",
+    )
     feature_projection: str = Field(
         "", description="Checkpoint of the drafter that context features are made for: name or directory; empty makes none."
     )
@@ -109,6 +114,8 @@ class VerifySettings(ServiceSettings):
             raise ValueError(f"{ranked[0]} is for the engines {' and '.join(_ENGINES_WITH_RANKS)}, this one is {self.engine}")
         if self.graphs == "on" and self.engine != "transformers":
             raise ValueError(f"graphs is on, it is for the transformers engine, this one is {self.engine}")
+        if self.attention not in ("auto", "sdpa") and self.engine != "transformers":
+            raise ValueError(f"attention is {self.attention}, it is for the transformers engine, this one is {self.engine}")
         try:
             is_object = isinstance(self.sglang_arguments, dict)
         except json.JSONDecodeError as error:

@@ -150,7 +150,7 @@ class Step:
         if work.pruning is not None:
             posterior = work.pruning.spread(posterior)
         if isinstance(work.item, Scoring) and work.rule is not None:
-            acceptance = work.rule(work.tree, posterior)
+            acceptance = posterior.acceptance or work.rule(work.tree, posterior)
             kept = acceptance if work.pruning is None else work.pruning.within(acceptance)
             self.engine.keep(work.item.session, kept)
         log_probs = _log_probs(work, posterior, acceptance)

@@ -1,9 +1,10 @@
 """This file is the cost of static buffers on this machine: the same trees on them, run eagerly, and as ragged rows.
 
-python -m benchmarks.micro.static [--model NAME] [--threads N] [--rounds N] [--output FILE]
+python -m benchmarks.micro.static [--model NAME] [--threads N] [--rounds N] [--page-size N] [--output FILE]
 
-Both are measured in turns within one run, with contexts and trees that just fill their buckets; medians and their quotients, of
-wall time and of CPU time, which says what a step costs where other processes take the cores away in the middle of it.
+A step is timed with the acceptance and the keep behind it, which on static buffers are in it. Both are measured in turns within
+one run, with contexts and trees that just fill their buckets; medians and their quotients, of wall time and of CPU time, which
+says what a step costs where other processes take the cores away in the middle of it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch starts its threads
 
 from benchmarks.machine import provenance
-from treewire.core.acceptance import Acceptance
+from treewire.core.acceptance import accept
 from treewire.core.sampling import Sampling
 from treewire.core.tree import DraftTree
 from treewire.weights import DEFAULT_MODEL, resolve
@@ -50,14 +51,13 @@ class Taken(NamedTuple):
 
 
 def scored(engine: TransformersTarget, num_nodes: int, num_sessions: int) -> Taken:
-    """One step; all of it is thrown away but the root, which the next step writes over."""
+    """One step and its keep: of the root, as the target never says what is in the tree."""
     tree = DraftTree(tuple(range(num_nodes)), (-1, *((node - 1) // 2 for node in range(1, num_nodes))))
     started = time.perf_counter(), time.process_time()
-    engine.step([Scoring(session, tree) for session in range(num_sessions)])
-    taken = Taken((time.perf_counter() - started[0]) * 1e3, (time.process_time() - started[1]) * 1e3)
-    for session in range(num_sessions):
-        engine.keep(session, Acceptance((0,), 0))
-    return taken
+    posteriors = engine.step([Scoring(session, tree, accepts=True) for session in range(num_sessions)])
+    for session, posterior in enumerate(posteriors):
+        engine.keep(session, posterior.acceptance or accept(tree, posterior.token_ids))
+    return Taken((time.perf_counter() - started[0]) * 1e3, (time.process_time() - started[1]) * 1e3)
 
 
 def median(taken: Sequence[Taken]) -> Taken:
@@ -71,10 +71,12 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
     rows = []
     sizes = {"max_tree_nodes": 65, "kv_tokens": 4096, "max_context": CONTEXT_TOKENS * 2, "num_threads": asked.threads}
+    sizes["kv_page_size"] = asked.page_size
     engines = {mode: TransformersTarget.load(resolve(asked.model), graphs=mode, **sizes) for mode in ("off", "on")}
     for num_nodes, num_sessions in STEPS:
         for engine in engines.values():
@@ -96,7 +98,7 @@ def main() -> None:
         )
         print(f" (wall {ragged.wall:.2f}, {static.wall:.2f}, {wall:.3f})", flush=True)
     if asked.output is not None:
-        asked.output.write_text(json.dumps({**provenance(), "steps": rows}, indent=2) + "\n")
+        asked.output.write_text(json.dumps({**provenance(), "page_size": asked.page_size, "steps": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

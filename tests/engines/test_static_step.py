@@ -22,7 +22,7 @@ from treewire.core.visibility import visibility as core_visibility
 from treewire.kv.store import LayerKv
 from verify_service.engine import Scoring, Unsupported
 from verify_service.engines.transformers import TransformersTarget
-from verify_service.engines.transformers.static_step import visibility
+from verify_service.engines.transformers.static_program import visibility
 
 SIZES: dict[str, Any] = {"max_tree_nodes": 24, "max_context": 96, "kv_tokens": 1024}
 

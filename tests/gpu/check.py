@@ -22,27 +22,31 @@ import grpc
 import torch
 
 from benchmarks.machine import provenance
+from tests.attention_cases import RATIOS, Case
 from tests.engines.target_contract import random_tree
 from tests.gpu.shapes import SHAPES, RandomWeights
 from tests.system.local_stack import verify_server
 from treewire import wire
-from treewire.core.acceptance import Acceptance
+from treewire.core.acceptance import Acceptance, accept
 from treewire.core.sampling import Sampling
 from treewire.core.tree import DraftTree
-from treewire.kv.pages import PagedKv
+from treewire.kv.pages import PAGE_SIZES, PagedKv
 from treewire.kv.store import KvStore
 from treewire.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
-from verify_service.attention.tree_attention import TreeAttention, double_core, fused_core
-from verify_service.engine import Posterior, PrefillChunk, Scoring, Target
+from verify_service.attention.backends import AttentionKind, AttentionPlace, check_attention, make_attention
+from verify_service.attention.bucket import BucketShape, Heads
+from verify_service.attention.tree_attention import TreeAttention
+from verify_service.engine import Posterior, PrefillChunk, Scoring, Target, Unsupported
 from verify_service.engines.transformers import TransformersTarget
 from verify_service.engines.transformers.architecture import Architecture
 from verify_service.engines.transformers.choices import WholeRows
 from verify_service.engines.transformers.lean import PRECISIONS, LeanForward
 from verify_service.engines.transformers.parts import Part
 from verify_service.engines.transformers.runner import LocalRunner, Runner
-from verify_service.engines.transformers.static_step import NUM_NODES, StaticRunner
+from verify_service.engines.transformers.static_step import BATCH_SIZES, NUM_NODES, StaticOptions, StaticRunner
 
-_BATCH_SIZES = (1, 8)
+_TIMED_BATCH_SIZES = (1, 8)
+_KINDS: tuple[AttentionKind, ...] = ("sdpa", "triton", "flashinfer")
 _MEMORY_BOUND = 1.25  # a step that takes more than this times plain decoding's is no longer bound by reading the weights
 _NEAR_TIE = 1e-2  # two log-probs so close may change places between kernels
 _ATTENTION_TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
@@ -50,7 +54,7 @@ _ATTENTION_TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is tried. `context` is the tokens before the trees."""
+    """How much is tried. `context` is the tokens before the trees; `head_size` that of attention by itself."""
 
     equality_model: str
     timed_models: tuple[str, ...]
@@ -58,23 +62,26 @@ class Scale:
     context: int
     trees: tuple[int, ...]
     num_repeats: int
+    head_size: int
 
 
-GPU = Scale("qwen3-0.6b", ("qwen3-0.6b", "qwen3-8b"), "bfloat16", 500, (16, 64, 128, 256, 512), 20)
-CPU = Scale("small", ("small",), "float32", 40, (16, 64), 5)
+GPU = Scale("qwen3-0.6b", ("qwen3-0.6b", "qwen3-8b"), "bfloat16", 500, (16, 64, 128, 256, 512), 20, 128)
+CPU = Scale("small", ("small",), "float32", 40, (16, 64), 3, 16)
 
 
 @dataclass
 class Report:
-    """What was found; `failures` are the checks that did not hold."""
+    """What was found; `failures` are the checks that did not hold, `left_out` is attention that cannot be had here."""
 
     machine: dict[str, Any]
     checks: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     step_times: list[dict[str, Any]] = field(default_factory=list)
     ratios: list[dict[str, Any]] = field(default_factory=list)
     host_milliseconds: dict[str, float] = field(default_factory=dict)
     round_milliseconds: dict[str, float] = field(default_factory=dict)
+    service_milliseconds: dict[str, float] = field(default_factory=dict)
 
     def check(self, name: str, holds: bool, finding: str) -> None:
         """Note a check, and show it."""
@@ -97,15 +104,20 @@ class Model:
         """In the shape of that name."""
         config = SHAPES[shape]
         architecture = Architecture.from_config(config)
-        num_slots = max(_BATCH_SIZES) * (context + max(NUM_NODES)) + 1
+        num_slots = max(BATCH_SIZES) * (context + max(NUM_NODES)) + 1  # one fills buckets
         weights = RandomWeights(config, device, PRECISIONS[dtype].dtype)
         forward = LeanForward(architecture, weights, PRECISIONS[dtype], TreeAttention(KvStore(num_slots)), device)
         return cls(forward, architecture.vocabulary_size, context)
 
-    def static(self, *, captures: bool) -> StaticRunner:
+    @property
+    def place(self) -> AttentionPlace:
+        """Where its attention is computed."""
+        return AttentionPlace(self.forward.device, self.forward.dtype, self.forward.heads)
+
+    def static(self, *, captures: bool = True, attention: AttentionKind = "sdpa") -> StaticRunner:
         """On static buffers."""
-        sizes = {"max_nodes": max(NUM_NODES), "max_context": self.context}
-        return StaticRunner(self.forward, WholeRows(self.vocabulary_size), captures=captures, **sizes)
+        options = StaticOptions(max(NUM_NODES), self.context, attention=attention, captures=captures)
+        return StaticRunner(self.forward, WholeRows(self.vocabulary_size), options)
 
     def ragged(self) -> LocalRunner:
         """On ragged rows."""
@@ -127,11 +139,12 @@ class Model:
             histories=None,
             num_node_probabilities=0,
             wants_features=False,
+            accepts=tree is not None,
         )
 
     def prefill(self) -> None:
         """Compute every session's context."""
-        for session in range(max(_BATCH_SIZES)):
+        for session in range(max(BATCH_SIZES)):
             self.ragged().step([self.part(session, None, Sampling())])
 
     def trees(self, batch_size: int, make: Callable[[random.Random], DraftTree], temperature: float = 0.0) -> list[Part]:
@@ -152,23 +165,50 @@ def chains(model: Model, num_nodes: int) -> Callable[[random.Random], DraftTree]
     )
 
 
-def check_buckets(model: Model, report: Report) -> None:
-    """Graphs, the same function eagerly, and ragged rows choose the same tokens, for random trees of every bucket."""
-    graphs, eager, ragged = model.static(captures=True), model.static(captures=False), model.ragged()
+def kinds_at(place: AttentionPlace, report: Report) -> list[AttentionKind]:
+    """The kinds of attention that can be had; what cannot is noted with its reason."""
+    kinds = []
+    for kind in _KINDS:
+        try:
+            check_attention(kind, place)
+        except Unsupported as error:
+            if str(error) not in report.left_out:
+                report.left_out.append(str(error))
+                print(f"left out: {error}", flush=True)
+        else:
+            kinds.append(kind)
+    return kinds
+
+
+def check_buckets(model: Model, kind: AttentionKind, batch_sizes: Sequence[int], report: Report) -> None:
+    """Graphs and the same function eagerly choose the same tokens, for random trees of every bucket, and walk as the core does.
+
+    In float32 the choices are those of ragged rows. In 16 bits ties are common: what differs is counted, no more.
+    """
+    graphs, eager, ragged = model.static(attention=kind), model.static(captures=False, attention=kind), model.ragged()
+    dtype = str(model.forward.dtype).removeprefix("torch.")
     for num_nodes in NUM_NODES:
-        for batch_size in _BATCH_SIZES:
+        for batch_size in batch_sizes:
             # above depth 31 a drawing tree runs outside; random trees are far from that
             for temperature in (0.0, 1.0):
                 parts = model.trees(batch_size, random_trees(model, num_nodes), temperature)
                 replayed, run = graphs.step(parts), eager.step(parts)
                 same = [one.token_ids for one in replayed] == [other.token_ids for other in run]
                 num_far = num_far_choices(replayed, ragged.step(parts), temperature)
+                walks = [one.acceptance == accepted(part, one) for part, one in zip(parts, replayed, strict=True)]
                 report.check(
-                    f"bucket of {batch_size} x {num_nodes} nodes, temperature {temperature:g}",
-                    same and not num_far,
-                    f"replay {'equals' if same else 'DIFFERS FROM'} eager, {num_far} choices are not those of ragged rows",
+                    f"{kind}, {dtype}, bucket of {batch_size} x {num_nodes} nodes, temperature {temperature:g}",
+                    same and all(walks) and not (num_far and dtype == "float32"),
+                    f"replay {'equals' if same else 'DIFFERS FROM'} eager, {num_far} choices are not those of ragged rows, "
+                    f"{sum(walks)} of {len(walks)} walks are the core's",
                 )
-    report.check("steps outside buckets", not graphs.num_missed_graphs, f"{graphs.num_missed_graphs}")
+    report.check(f"{kind}, {dtype}, steps outside buckets", not graphs.num_missed_graphs, f"{graphs.num_missed_graphs}")
+
+
+def accepted(part: Part, posterior: Posterior) -> Acceptance:
+    """By the core's own walk."""
+    assert part.tree is not None
+    return accept(part.tree, posterior.token_ids)
 
 
 def num_far_choices(found: Sequence[Posterior], expected: Sequence[Posterior], temperature: float) -> int:
@@ -183,27 +223,26 @@ def num_far_choices(found: Sequence[Posterior], expected: Sequence[Posterior], t
     return num_far
 
 
-def check_attention(device: str, dtype: str, report: Report) -> None:
-    """Attention over contexts and random trees equals the reference in float64, for ratios of query to KV heads."""
-    rng = random.Random(9)
-    generator = torch.Generator(device).manual_seed(9)
-    for num_heads, num_kv_heads in ((4, 4), (8, 2), (16, 2)):
-        worst = 0.0
-        for num_nodes, context in ((1, 7), (17, 33), (65, 100)):
-            tree = random_tree(rng, 0, 997, num_nodes)
-            visible = torch.zeros(num_nodes, context + num_nodes, dtype=torch.bool)
-            visible[:, :context] = True
-            for node in range(num_nodes):
-                visible[node, [context + step for step in tree.path(node)]] = True
-            mask = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))[None].to(device, PRECISIONS[dtype].dtype)
-            query, key, value = (
-                torch.randn(1, heads, rows, 64, generator=generator, device=device, dtype=PRECISIONS[dtype].dtype)
-                for heads, rows in ((num_heads, num_nodes), *[(num_kv_heads, context + num_nodes)] * 2)
-            )
-            cores = [core(query, key, value, mask, False, 0.125).float() for core in (fused_core, double_core)]
-            worst = max(worst, (cores[0] - cores[1]).abs().max().item())
-        holds = worst <= _ATTENTION_TOLERANCE[dtype]
-        report.check(f"attention of {num_heads} heads over {num_kv_heads}, {dtype}", holds, f"differs by at most {worst:.2g}")
+def check_kinds(device: str, scale: Scale, report: Report) -> None:
+    """Attention of every kind over random trees in pages equals the reference in float64, for ratios of query to KV heads."""
+    for dtype in sorted({"float32", scale.dtype}):
+        for num_heads, num_kv_heads in RATIOS:
+            heads = Heads(num_heads, num_kv_heads, scale.head_size)
+            place = AttentionPlace(torch.device(device), PRECISIONS[dtype].dtype, heads)
+            for kind in kinds_at(place, report):
+                check_attention_of(kind, place, dtype, report)
+
+
+def check_attention_of(kind: AttentionKind, place: AttentionPlace, dtype: str, report: Report) -> None:
+    """One kind of attention, over page sizes and shapes of buckets."""
+    rng, worst = random.Random(9), 0.0
+    for page_size in PAGE_SIZES:
+        for shape in (BucketShape(1, 1, 16), BucketShape(2, 17, 64), BucketShape(2, 65, 256)):
+            case = Case.random(rng, shape, place.heads, page_size, place.dtype, str(place.device))
+            attention = make_attention(kind, place, case.store, page_size, shape)(shape)
+            worst = max(worst, case.largest_difference(attention))
+    name = f"{kind} of {place.heads.num_heads} heads over {place.heads.num_kv_heads}, {dtype}"
+    report.check(name, worst <= _ATTENTION_TOLERANCE[dtype], f"differs from the reference by at most {worst:.2g}")
 
 
 def median_milliseconds(runner: Runner, parts: Sequence[Part], num_repeats: int) -> float:
@@ -218,33 +257,28 @@ def median_milliseconds(runner: Runner, parts: Sequence[Part], num_repeats: int)
     return statistics.median(taken)
 
 
-def time_steps(name: str, model: Model, scale: Scale, report: Report) -> None:
+def time_steps(name: str, model: Model, kind: AttentionKind, scale: Scale, report: Report) -> None:
     """Plain decoding, a chain of 15, trees; alone and in a batch; with the ratios that decide whether trees pay."""
-    runner = model.static(captures=True)
-    for batch_size in _BATCH_SIZES:
+    runner = model.static(attention=kind)
+    for batch_size in _TIMED_BATCH_SIZES:
         makers = {"plain": random_trees(model, 1), "chain 15": chains(model, 16)}
         makers |= {f"tree {budget}": random_trees(model, budget + 1) for budget in scale.trees}
         taken = {
             step: median_milliseconds(runner, model.trees(batch_size, make), scale.num_repeats) for step, make in makers.items()
         }
+        row = {"model": name, "attention": kind, "batch": batch_size}
         for step, milliseconds in taken.items():
-            report.step_times.append({"model": name, "batch": batch_size, "step": step, "milliseconds": milliseconds})
-            print(f"{name} batch {batch_size} {step:9} {milliseconds:9.3f} ms, {milliseconds / taken['plain']:.2f} x plain")
+            report.step_times.append({**row, "step": step, "milliseconds": milliseconds})
+            ratio = milliseconds / taken["plain"]
+            print(f"{name} {kind} batch {batch_size} {step:9} {milliseconds:9.3f} ms, {ratio:.2f} x plain", flush=True)
         left = next((budget for budget in scale.trees if taken[f"tree {budget}"] > _MEMORY_BOUND * taken["plain"]), None)
-        first = f"tree {scale.trees[0]}"
-        report.ratios.append(
-            {
-                "model": name,
-                "batch": batch_size,
-                f"{first} / chain 15": taken[first] / taken["chain 15"],
-                "leaves the memory-bound regime at a budget of": left,
-            }
-        )
+        ratios = {f"tree {budget} / chain 15": taken[f"tree {budget}"] / taken["chain 15"] for budget in scale.trees}
+        report.ratios.append({**row, **ratios, "leaves the memory-bound regime at a budget of": left})
 
 
 def time_host(model: Model, scale: Scale, report: Report) -> None:
     """Where the host's time of a step goes."""
-    runner = model.static(captures=True)
+    runner = model.static()
     parts = model.trees(1, random_trees(model, scale.trees[0] + 1))
     bucket = runner.bucket_for(parts)
     assert bucket is not None
@@ -252,12 +286,12 @@ def time_host(model: Model, scale: Scale, report: Report) -> None:
     stages: dict[str, list[float]] = {"write inputs": [], "launch": [], "wait and copy back": []}
     for _ in range(scale.num_repeats):
         marks = [time.perf_counter()]
-        runner.write(program.host, parts)
+        program.write(parts)
         marks.append(time.perf_counter())
         outputs = program.run()
         marks.append(time.perf_counter())
-        assert outputs.chosen is not None
-        outputs.chosen.cpu()
+        assert outputs.found is not None
+        outputs.found.cpu()
         marks.append(time.perf_counter())
         for number, taken in enumerate(stages.values()):
             taken.append((marks[number + 1] - marks[number]) * 1e3)
@@ -268,7 +302,7 @@ def time_host(model: Model, scale: Scale, report: Report) -> None:
 def engine_of(model: Model) -> TransformersTarget:
     """A target over the model."""
     target = Target("transformers", "random", model.vocabulary_size, "", max(NUM_NODES), 2 * model.context, ())
-    return TransformersTarget(model.static(captures=True), target, PagedKv(model.forward.store.num_slots - 1))
+    return TransformersTarget(model.static(), target, PagedKv(model.forward.store.num_slots - 1))
 
 
 def growing_trees(model: Model, num_nodes: int, num_rounds: int) -> Iterator[DraftTree]:
@@ -291,16 +325,23 @@ def time_rounds(model: Model, scale: Scale, report: Report) -> None:
         engine.keep(1, Acceptance((0,), 1))
         together.append((time.perf_counter() - started) * 1e3)
     engine.release(1)
-    apart = asyncio.run(_rounds_over_grpc(engine_of(model), model, prompt, num_nodes, scale.num_repeats))
-    report.round_milliseconds = {"co-located": statistics.median(together), "split": statistics.median(apart)}
-    print("round:", ", ".join(f"{way} {taken:.3f} ms" for way, taken in report.round_milliseconds.items()))
+    apart, stages = asyncio.run(_rounds_over_grpc(engine_of(model), model, prompt, num_nodes, scale.num_repeats))
+    medians = {"co-located": statistics.median(together), "split": statistics.median(apart)}
+    report.round_milliseconds = {**medians, "split / co-located": medians["split"] / medians["co-located"]}
+    report.service_milliseconds = {stage: statistics.median(taken) for stage, taken in stages.items()}
+    print("round:", ", ".join(f"{way} {taken:.3f}" for way, taken in report.round_milliseconds.items()), "ms")
+    print("service:", ", ".join(f"{stage} {taken:.3f}" for stage, taken in report.service_milliseconds.items()), "ms")
 
 
 async def _rounds_over_grpc(
     engine: TransformersTarget, model: Model, prompt: Sequence[int], num_nodes: int, num_rounds: int
-) -> list[float]:
-    """Rounds whose acceptance is the caller's, so that each is the same round as without gRPC; milliseconds."""
-    taken = []
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Rounds whose acceptance is the caller's, so that each is the same round as without gRPC.
+
+    Milliseconds of the rounds, and of the service's stages in them.
+    """
+    taken: list[float] = []
+    stages: dict[str, list[float]] = {}
     async with verify_server(engine) as (running, _), grpc.aio.insecure_channel(running.address) as channel:
         call = verify_pb2_grpc.VerifyServiceStub(channel).Verify()
         opening = verify_pb2.VerifyOpen(
@@ -319,25 +360,32 @@ async def _rounds_over_grpc(
             assert response.WhichOneof("event") == "scored"
             await call.write(verify_pb2.VerifyRequest(keep=verify_pb2.Keep(nodes=[0], next_token_id=1)))
             taken.append((time.perf_counter() - started) * 1e3)
+            for stage, seconds in response.scored.stage_seconds.items():
+                stages.setdefault(stage, []).append(seconds * 1e3)
         call.cancel()
-    return taken
+    return taken, stages
 
 
 def run(device: str, scale: Scale) -> Report:
     """Everything."""
     report = Report(provenance())
     with torch.inference_mode():
-        for dtype in sorted({"float32", scale.dtype}):
-            check_attention(device, dtype, report)
+        check_kinds(device, scale, report)
         model = Model.of(scale.equality_model, "float32", device, scale.context)
         model.prefill()
-        check_buckets(model, report)
+        checked = kinds_at(model.place, report)
+        for kind in checked:
+            check_buckets(model, kind, _TIMED_BATCH_SIZES if kind == "sdpa" else _TIMED_BATCH_SIZES[:1], report)
         del model
         for name in scale.timed_models:
             model = Model.of(name, scale.dtype, device, scale.context)
             model.prefill()
-            time_steps(name, model, scale, report)
+            kinds = kinds_at(model.place, report)
+            for kind in kinds:
+                time_steps(name, model, kind, scale, report)
             if name == scale.timed_models[0]:
+                for kind in sorted(set(kinds) - set(checked)):
+                    check_buckets(model, kind, _TIMED_BATCH_SIZES[:1], report)
                 time_host(model, scale, report)
                 time_rounds(model, scale, report)
             del model

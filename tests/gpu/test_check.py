@@ -17,9 +17,12 @@ def test_the_gpu_check_runs_on_a_cpu(tmp_path: Path) -> None:
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     report = json.loads(output.read_text())
-    assert len(report["checks"]) >= 36
+    assert len(report["checks"]) == 3 + 32 + 1
+    assert [reason.split(",")[0] for reason in report["left_out"]] == ["attention is triton", "attention is flashinfer"]
     assert report["failures"] == []
     assert {step["step"] for step in report["step_times"]} == {"plain", "chain 15", "tree 16", "tree 64"}
     assert {step["batch"] for step in report["step_times"]} == {1, 8}
     assert set(report["host_milliseconds"]) == {"write inputs", "launch", "wait and copy back"}
-    assert set(report["round_milliseconds"]) == {"co-located", "split"}
+    assert set(report["round_milliseconds"]) == {"co-located", "split", "split / co-located"}
+    assert {"decode", "queue", "walk", "encode"} <= set(report["service_milliseconds"])
+    assert all(f"tree {budget} / chain 15" in ratios for ratios in report["ratios"] for budget in (16, 64))

@@ -52,6 +52,11 @@ class PagedKv:
         return self.num_pages * self.page_size
 
     @property
+    def num_store_slots(self) -> int:
+        """Slots of the memory behind it: those, and a spare page that is handed out to nobody."""
+        return self.num_slots + self.page_size
+
+    @property
     def num_free(self) -> int:
         """Slots in pages that no session holds."""
         return (len(self._free) + self.prefixes.num_unused) * self.page_size

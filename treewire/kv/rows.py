@@ -20,6 +20,11 @@ class Moves:
     sources: Slots
     destinations: Slots
 
+    @classmethod
+    def none(cls) -> Moves:
+        """Everything is where it is kept."""
+        return cls(np.empty(0, np.int64), np.empty(0, np.int64))
+
     def __len__(self) -> int:
         return len(self.sources)
 
@@ -103,7 +108,7 @@ class SessionRows:
         where a node before it was not kept.
         """
         first = self.num_committed
-        moves = Moves(np.empty(0, np.int64), np.empty(0, np.int64))
+        moves = Moves.none()
         if self._kv.page_size == 1:
             tree_pages = self._pages[first:]
             kept = set(nodes)

@@ -54,9 +54,13 @@ class KvStore:
             for tensor in layer:
                 tensor.index_copy_(0, destinations, tensor.index_select(0, sources))
 
+    def layer(self, layer: int) -> LayerKv:
+        """A layer's tensors themselves, once it has been written."""
+        return self._layers[layer]
+
     def read(self, layer: int, slots: Tensor) -> LayerKv:
         """Copy of the rows in slots [any shape]: keys and values of shape [that shape, KV heads, size]."""
-        stored = self._layers[layer]
+        stored = self.layer(layer)
         return LayerKv(*(tensor.index_select(0, slots.flatten()).view(*slots.shape, *tensor.shape[1:]) for tensor in stored))
 
 

@@ -12,13 +12,14 @@ from treewire.core.history import History
 from treewire.core.sampling import Sampling
 from treewire.kv.pages import KvExhausted, PagedKv, Room
 from treewire.kv.rows import SessionRows
+from verify_service.attention.backends import AttentionKind
 from verify_service.engine import Posterior, PrefillChunk, Scoring, SessionId, Target, Unsupported
 from verify_service.engines.transformers.choices import WholeRows
 from verify_service.engines.transformers.lean import LeanForward
 from verify_service.engines.transformers.runner import LocalRunner, Runner
 from verify_service.engines.transformers.selection import ForwardKind, LoadedModel, load_model
 from verify_service.engines.transformers.session import Session, check_token_ids
-from verify_service.engines.transformers.static_step import GraphsMode, StaticRunner
+from verify_service.engines.transformers.static_step import GraphsMode, StaticOptions, StaticRunner
 
 
 class TransformersTarget:
@@ -57,6 +58,7 @@ class TransformersTarget:
         forward: ForwardKind = "auto",
         feature_projection: Path | None = None,
         graphs: GraphsMode = "auto",
+        attention: AttentionKind = "auto",
     ) -> TransformersTarget:
         """Load a model from a directory, a hub id or a GGUF file: the lean forward, or transformers' modules, probed.
 
@@ -64,6 +66,7 @@ class TransformersTarget:
         (SmolLM2-135M in float32: 46,080 bytes, so 16,384 of them 755 MB); they are handed out in pages of `kv_page_size`.
         `num_threads` is torch's, for the whole process. `feature_projection` is the checkpoint of the drafter for which
         context features are made. `graphs` says whether trees run on static buffers, which CUDA captures; auto is there alone.
+        `attention` is what computes it there.
         Raises Unsupported with the reason for a model that cannot be served, ValueError for a
         wrong size.
         """
@@ -78,7 +81,7 @@ class TransformersTarget:
             device=device,
             dtype=dtype,
             max_context=max_context,
-            kv_slots=kv.num_slots + 1,  # one for what fills buckets
+            kv_slots=kv.num_store_slots,
             feature_projection=feature_projection,
         )
         projection = loaded.projection
@@ -94,7 +97,8 @@ class TransformersTarget:
             tapped_layers=projection.tapped_layers if projection else (),
             feature_projection_hash=projection.hash if projection else "",
         )
-        return cls(_runner(loaded, graphs, dtype, max_tree_nodes), target, kv)
+        options = StaticOptions(max_tree_nodes, loaded.max_context, kv_page_size, attention)
+        return cls(_runner(loaded, graphs, dtype, options), target, kv)
 
     @property
     def target(self) -> Target:
@@ -157,15 +161,18 @@ class TransformersTarget:
             return []
         posteriors = self._runner.step(parts)
         self.positions_computed += sum(map(len, parts))
-        for item in work:
+        for item, posterior in zip(work, posteriors, strict=True):
             if isinstance(item, PrefillChunk):
                 self._sessions[item.session].rows.commit_chunk(item.token_ids)
+            else:
+                self._sessions[item.session].accepted = posterior.acceptance
         return posteriors
 
     def keep(self, session: SessionId, acceptance: Acceptance) -> None:
         """Of the session's last tree keep the accepted nodes' state; the rest is gone. Computes nothing.
 
-        With pages of one slot nothing is moved either; in larger ones the rows of nodes that are not the tree's first are.
+        With pages of one slot nothing is moved either; in larger ones the rows of nodes that are not the tree's first are,
+        unless the step accepted the tree and moved them.
         """
         moves = self._opened(session).keep(acceptance)
         if len(moves):
@@ -218,13 +225,14 @@ class TransformersTarget:
         return self._sessions[session]
 
 
-def _runner(loaded: LoadedModel, graphs: GraphsMode, dtype: str, max_tree_nodes: int) -> Runner:
+def _runner(loaded: LoadedModel, graphs: GraphsMode, dtype: str, options: StaticOptions) -> Runner:
     """On static buffers where that is asked for, or pays. Raises Unsupported where it is asked for and cannot be."""
     forward = loaded.forward
     if graphs == "on" or (graphs == "auto" and forward.device.type == "cuda" and isinstance(forward, LeanForward)):
         if not isinstance(forward, LeanForward) or dtype == "int8":
             kind = "int8" if isinstance(forward, LeanForward) else "the forward of transformers"
             raise Unsupported(f"graphs are for the lean forward in float types, this is {kind}: set graphs to off")
-        chooser = WholeRows(loaded.vocabulary_size)
-        return StaticRunner(forward, chooser, max_nodes=max_tree_nodes, max_context=loaded.max_context)
+        return StaticRunner(forward, WholeRows(loaded.vocabulary_size), options)
+    if options.attention not in ("auto", "sdpa"):
+        raise Unsupported(f"attention is {options.attention}, which is for trees on static buffers: set graphs to on")
     return LocalRunner(forward, WholeRows(loaded.vocabulary_size))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from treewire.int8 import Int8Linear
+from verify_service.attention.bucket import Heads
 from verify_service.attention.layout import StepLayout
 from verify_service.attention.tree_attention import TreeAttention
 from verify_service.engines.features import Computed, FeatureTaps
@@ -110,6 +111,11 @@ class LeanForward:
     def is_whole(self) -> bool:
         """Whether its logits are of the whole vocabulary, there being no other rank."""
         return self._shard.is_whole
+
+    @property
+    def heads(self) -> Heads:
+        """This rank's."""
+        return Heads(self._architecture.num_heads, self._architecture.num_kv_heads, self._architecture.head_size)
 
     @property
     def has_taps(self) -> bool:

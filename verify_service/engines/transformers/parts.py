@@ -21,7 +21,7 @@ class Part:
 
     `context_slots` hold the committed prefix in order of position, the tokens' own rows go to `slots`. The target chooses
     after the last `num_choices` tokens; `histories` is what was said before each choice, where sampling reads it. `masks` are
-    waited for when it chooses.
+    waited for when it chooses. `accepts` as in `verify_service.engine.Scoring`.
     """
 
     session: SessionId
@@ -35,6 +35,7 @@ class Part:
     num_node_probabilities: int
     wants_features: bool
     masks: Masks | None = None
+    accepts: bool = False
 
     def __len__(self) -> int:
         """Number of tokens."""

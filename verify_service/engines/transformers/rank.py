@@ -27,7 +27,7 @@ from verify_service.engines.transformers.runner import LocalRunner, Runner
 from verify_service.engines.transformers.selection import longest_context
 from verify_service.engines.transformers.shard import Shard
 from verify_service.engines.transformers.sharded import ShardedRows
-from verify_service.engines.transformers.static_step import StaticRunner
+from verify_service.engines.transformers.static_step import StaticOptions, StaticRunner
 from verify_service.engines.transformers.tensor_parallel import (
     StepAnswer,
     StepCommand,
@@ -99,7 +99,7 @@ class _Rank:
             architecture,
             Checkpoint(options.model_path),
             PRECISIONS[options.dtype],
-            TreeAttention(KvStore(PagedKv(options.kv_tokens, options.kv_page_size).num_slots + 1)),  # one fills buckets
+            TreeAttention(KvStore(PagedKv(options.kv_tokens, options.kv_page_size).num_store_slots)),
             plan.device,
             _taps(plan, architecture),
             shard,
@@ -133,7 +133,8 @@ def _runner(forward: LeanForward, chooser: ShardedRows, options: TensorParallelO
     if not options.uses_graphs:
         return LocalRunner(forward, chooser)
     longest = longest_context([architecture.max_context], options.max_context)
-    return StaticRunner(forward, chooser, max_nodes=options.max_tree_nodes, max_context=longest)
+    static = StaticOptions(options.max_tree_nodes, longest, options.kv_page_size, options.attention)
+    return StaticRunner(forward, chooser, static)
 
 
 def _taps(plan: TensorParallelPlan, architecture: Architecture) -> FeatureTaps | None:

@@ -15,7 +15,10 @@ from verify_service.engines.transformers.parts import Part
 
 @dataclass(eq=False)
 class Session:
-    """One generation's state in the engine. `tree` is the one that was scored and awaits its keep."""
+    """One generation's state in the engine. `tree` is the one that was scored and awaits its keep.
+
+    `accepted` is what the step accepted of it already, its rows being where they are kept.
+    """
 
     id: SessionId
     prompt: tuple[int, ...]
@@ -25,6 +28,7 @@ class Session:
     history: History
     wants_features: bool = False
     tree: DraftTree | None = field(default=None, init=False)
+    accepted: Acceptance | None = field(default=None, init=False)
 
     def check(self, item: PrefillChunk | Scoring, target: Target) -> None:
         """Raises ValueError, with value and limit, if this is not work that the session can take now."""
@@ -55,6 +59,7 @@ class Session:
             num_node_probabilities=self.num_node_probabilities,
             wants_features=self.wants_features,
             masks=item.masks if num_choices else None,
+            accepts=isinstance(item, Scoring) and item.accepts,
         )
 
     def _histories(self) -> NodeHistories | None:
@@ -64,9 +69,9 @@ class Session:
         return self.history.now() if self.tree is None else self.history.over(self.tree)
 
     def keep(self, acceptance: Acceptance) -> Moves:
-        """Of the tree keep the accepted path; what has to be moved for it.
+        """Of the tree keep the accepted path; what has to be moved for it, if the step has not done so.
 
-        Raises ValueError if no tree awaits it or the nodes are no path from the root.
+        Raises ValueError if no tree awaits it, the nodes are no path from the root, or the step accepted others.
         """
         if self.tree is None:
             raise ValueError(f"session {self.id} has no tree to keep nodes of")
@@ -75,10 +80,14 @@ class Session:
             raise ValueError(
                 f"session {self.id}: nodes {nodes} are no path from the root of its tree of {len(self.tree)} nodes"
             )
+        if self.accepted is not None and nodes != self.accepted.nodes:
+            raise ValueError(f"session {self.id}: nodes {nodes} are to be kept, the step has accepted {self.accepted.nodes}")
         token_ids = [self.tree.token_ids[node] for node in nodes]
         moves = self.rows.keep(nodes, token_ids)
+        if self.accepted is not None:
+            moves = Moves.none()
         self.history.extend(token_ids)
-        self.tree = None
+        self.tree = self.accepted = None
         return moves
 
     def _check_chunk(self, chunk: PrefillChunk) -> None:

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from treewire.checkpoint import feature_projection
 from treewire.kv.pages import PagedKv
 from treewire.kv.rows import Moves
+from verify_service.attention.backends import AttentionKind, AttentionPlace, check_attention
+from verify_service.attention.bucket import Heads
 from verify_service.engine import Posterior, RankMemory, SessionId, Target, Unsupported
 from verify_service.engines.ranks.processes import Ranks
 from verify_service.engines.ranks.questions import RankDistributions
@@ -57,6 +59,7 @@ class TensorParallelOptions:
     num_threads: int | None = None
     feature_projection: Path | None = None
     graphs: GraphsMode = "auto"
+    attention: AttentionKind = "auto"
 
     def __post_init__(self) -> None:
         if self.tp_size < 1 or self.nnodes < 1 or self.tp_size % self.nnodes:
@@ -225,6 +228,7 @@ def _checked_target(options: TensorParallelOptions, name: str, forward: ForwardK
     checkpoint = Checkpoint(options.model_path)
     architecture = Architecture.from_config(checkpoint.config)
     check_shards(architecture, options.tp_size)
+    _check_attention(options, architecture)
     projection = feature_projection(options.feature_projection) if options.feature_projection else None
     return Target(
         engine="transformers",
@@ -238,6 +242,14 @@ def _checked_target(options: TensorParallelOptions, name: str, forward: ForwardK
         tapped_layers=projection.tapped_layers if projection else (),
         feature_projection_hash=projection.hash if projection else "",
     )
+
+
+def _check_attention(options: TensorParallelOptions, architecture: Architecture) -> None:
+    if options.attention not in ("auto", "sdpa") and not options.uses_graphs:
+        raise Unsupported(f"attention is {options.attention}, which is for trees on static buffers: set graphs to on")
+    own = Shard(0, options.tp_size).of(architecture)
+    heads = Heads(own.num_heads, own.num_kv_heads, own.head_size)
+    check_attention(options.attention, AttentionPlace(torch.device(options.device), getattr(torch, options.dtype), heads))
 
 
 def _sendable(part: Part) -> Part:
