@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from treewire.client import Client
-from treewire.core.calibration import Choice, Weights, choices_of_round
+from treewire.core.build import BranchWeights
+from treewire.core.calibration import Choice, choices_of_round
 from treewire.core.tree import DraftTree
 from treewire.events import Round, Started
 from treewire.types import Sampling
@@ -34,7 +35,7 @@ def _choices(event: Round, seed: int) -> Iterator[Choice]:
     return choices_of_round(tree, event.scores, committed, seed, event.length - len(committed) - 1)
 
 
-def to_toml(weights: Weights, *, num_choices: int) -> str:
+def to_toml(weights: BranchWeights, *, num_choices: int) -> str:
     """Settings of the gateway with these weights."""
     return (
         f"# Fitted to {num_choices} choices by treewire calibrate; for `python -m gateway --config`.\n"

@@ -11,7 +11,8 @@ from torch import Tensor
 from draft_service.engine import Drafter
 from draft_service.engines.feature_drafter import FeatureDrafter
 from draft_service.engines.target_tensors import TargetTensors, load_target_tensors, load_tensors
-from treewire.checkpoint import DFLASH, architecture_of, feature_projection, read_config
+from treewire.checkpoint import DFLASH, architecture_of, feature_projection, read_branch_weights, read_config
+from treewire.core.build import BranchWeights
 from treewire.vocabulary import load_tokenizer, vocabulary_hash
 
 AUTO, INT8 = "auto", "int8"
@@ -30,12 +31,14 @@ def load_feature_drafter(
     width: int = 64,
     beam: int | None = None,
     num_threads: int | None = None,
+    weights: BranchWeights | None = None,
 ) -> FeatureDrafter[Any]:
     """The drafter of a checkpoint, DFlash or recurrent, for the target whose directory is `target`.
 
     `name` is what people read; `horizon` and `width` are cut to what the drafter has; `num_threads` is of the whole process.
     `dtype` "int8", for recurrent drafters, rounds their matrices; "auto" is that for them, and float32 for block drafters.
     `beam` is how many prefixes a recurrent drafter describes at each depth, None its default; block drafters take 1 alone.
+    `weights` rank branches, in the place of those beside the checkpoint.
     Raises ValueError, with the reason, for a checkpoint that this engine does not run or that does not fit the target.
     """
     if num_threads is not None:
@@ -66,6 +69,7 @@ def load_feature_drafter(
         tapped_layers=projection.tapped_layers,
         feature_projection_hash=projection.hash,
         max_prefixes=(beam - 1) * (min(horizon, own_horizon) - 1),
+        weights=weights or read_branch_weights(checkpoint),
     )
     return FeatureDrafter(network, drafter)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from draft_service.engine import Drafter, Proposal, SessionId
 from draft_service.engines.admission import check_proposals, check_start, grant
 from draft_service.engines.torch_ranking import SessionNoise
+from treewire.core.build import USUAL_WEIGHTS
 from treewire.core.sampling import Sampling
 from treewire.core.tree import Marginals
 
@@ -106,7 +107,8 @@ class FeatureDrafter(Generic[State]):
     def start(self, session: SessionId, prompt: Sequence[int], sampling: Sampling) -> None:
         """Make room for a session. Computes nothing: the prompt's features are still to come."""
         check_start(self.drafter, self._sessions, session, prompt)
-        noise = SessionNoise(sampling, self.drafter.vocabulary_size, self._network.candidate_ids)
+        weights = self.drafter.weights or USUAL_WEIGHTS
+        noise = SessionNoise(sampling, self.drafter.vocabulary_size, self._network.candidate_ids, weights)
         self._sessions[session] = _Session(self._network.open(), list(prompt), noise)
 
     def take_in(self, session: SessionId, features: NDArray[np.float32]) -> None:
