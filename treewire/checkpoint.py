@@ -100,11 +100,11 @@ def read_branch_weights(directory: Path) -> BranchWeights | None:
         raise ValueError(f"{path} is no calibration with log_prob_weight and noise_weight: {error}") from error
 
 
-def write_branch_weights(directory: Path, weights: BranchWeights, *, num_choices: int) -> Path:
-    """Leave weights beside a checkpoint, fitted to so many choices; its list of checksums, if it has one, says so. The file."""
+def write_branch_weights(directory: Path, weights: BranchWeights) -> Path:
+    """Leave weights beside a checkpoint; its list of checksums, if it has one, tells of the file, which is returned."""
     path, sums = directory / CALIBRATION, directory / CHECKSUMS
     fitted = {"log_prob_weight": round(weights.log_prob, 3), "noise_weight": round(weights.noise, 3)}
-    path.write_text(json.dumps({**fitted, "num_choices": num_choices}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(fitted, indent=2) + "\n", encoding="utf-8")
     if sums.is_file():
         line = f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {CALIBRATION}"
         others = [other for other in sums.read_text().splitlines() if not other.endswith(f"  {CALIBRATION}")]

@@ -260,7 +260,7 @@ def calibrate(
     if output is not None:
         output.write_text(text, encoding="utf-8")
     if write_beside is not None:
-        write_branch_weights(write_beside, weights, num_choices=len(choices))
+        write_branch_weights(write_beside, weights)
     _write(text)
 
 

@@ -228,7 +228,7 @@ def test_weights_beside_a_checkpoint_are_the_drafter_s(kind: str, tmp_path: Path
     assert load_feature_drafter(drafter, target).drafter.weights is None
     (drafter / CHECKSUMS).write_text("0  config.json\n1  model.safetensors\n")
     for weights in (BranchWeights(0.3, 0.9), BranchWeights(0.4, 0.8)):
-        path = write_branch_weights(drafter, weights, num_choices=99)
+        path = write_branch_weights(drafter, weights)
         assert load_feature_drafter(drafter, target).drafter.weights == weights
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     assert (drafter / CHECKSUMS).read_text() == f"{digest}  {CALIBRATION}\n0  config.json\n1  model.safetensors\n"

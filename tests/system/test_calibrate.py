@@ -82,7 +82,7 @@ async def test_the_gateway_builds_trees_by_the_weights_beside_the_drafter(tmp_pa
     weights = BranchWeights(0.2, 3.0)
     target = save_tiny_model(tmp_path / "target", "llama", eos_token_id=None)
     plain, fitted = save_recurrent(tmp_path / "plain"), save_recurrent(tmp_path / "fitted")
-    write_branch_weights(fitted, weights, num_choices=100)
+    write_branch_weights(fitted, weights)
     told = {"log_prob_weight": weights.log_prob, "noise_weight": weights.noise}
     usual = await _rounds(target, plain, USUAL_WEIGHTS)
     by_drafter = await _rounds(target, fitted, weights)
