@@ -7,7 +7,7 @@ PROTO_OUT ?= .
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 .DEFAULT_GOAL := help
 
-.PHONY: help install demo test test-browser chromium test-sglang gpu-check gpu-check-sglang lint format proto conformance-reference compose-test bench peers simulator-check docs-benchmarks bench-micro bench-overhead bench-adaptive bench-split bench-memory soak soak-sessions bench-ablation docs-reference chaos load clean
+.PHONY: help install demo test test-browser chromium iproute2 test-sglang gpu-check gpu-check-sglang lint format proto conformance-reference compose-test bench peers simulator-check docs-benchmarks bench-micro bench-overhead bench-adaptive bench-split bench-memory soak soak-sessions bench-ablation docs-reference chaos load clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,7 +37,7 @@ conformance-reference: .venv-conformance/.installed ## fetch the public DFlash r
 demo: install ## start the stack with the default model, stream an answer, show how speculation went
 	@$(BIN)/treewire demo
 
-test: install .venv-proto/.installed .venv-conformance/.installed chromium ## lint, then run every test on the real small model and the simulated one
+test: install .venv-proto/.installed .venv-conformance/.installed chromium iproute2 ## lint, then run every test on the real small model and the simulated one
 	@$(MAKE) --no-print-directory lint
 	@$(BIN)/python -m treewire.weights smollm2-135m
 	$(BIN)/python -m pytest
@@ -71,6 +71,11 @@ chromium:
 		{ echo "the playground's tests need chromium on the PATH: install it, or run this as root where apt-get is"; exit 1; }
 	@command -v chromium >/dev/null || { echo "installing chromium"; apt-get update -qq && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
+
+# Tests of several machines make network namespaces with `ip`; they skip where it is not, unless TREEWIRE_NO_SKIPS is 1.
+iproute2:
+	@command -v ip >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || { echo "installing iproute2"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends iproute2 >/dev/null; }
 
 lint: install ## check style, types, imports and protos
 	$(BIN)/ruff check .

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import grpc
 import stamina
@@ -73,7 +73,7 @@ class Upstreams:
         self._metrics = metrics
         self._drafter_reads_features = False
         self.drafter_weights: BranchWeights | None = None
-        self._costs: defaultdict[str, TargetCosts] = defaultdict(TargetCosts)
+        self._costs: WeakKeyDictionary[Replica, TargetCosts] = WeakKeyDictionary()  # forgotten with their replicas
 
     @property
     def target(self) -> tree_pb2.Fingerprint:
@@ -147,7 +147,7 @@ class Upstreams:
         return verify_session(
             replica.channel,
             request,
-            self._costs[replica.address],
+            self._costs.setdefault(replica, TargetCosts()),
             prefill_timeout_seconds=self._patience.prefill_seconds,
             round_timeout_seconds=self._patience.verify_seconds,
         )

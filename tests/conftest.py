@@ -1,10 +1,12 @@
 """What all tests share: logs that go where a process sends them, threads that do not starve their neighbours, and property
-tests with the same examples every time and no deadline on a busy machine."""
+tests with the same examples every time and no deadline on a busy machine. Where TREEWIRE_NO_SKIPS is 1, as in .ci/run, a test
+that skips has failed."""
 
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import TypeVar
 
 import pytest
 import structlog
@@ -16,6 +18,35 @@ from treewire.runtime.logging import configure_logging
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, max_examples=150)
 settings.load_profile("deterministic")
+
+
+_NO_SKIPS = "TREEWIRE_NO_SKIPS"
+_Report = TypeVar("_Report", pytest.TestReport, pytest.CollectReport)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that skipped, where none may."""
+    return _judged((yield))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A module that skipped, where none may."""
+    return _judged((yield))
+
+
+def _judged(report: _Report) -> _Report:
+    """The report; a failure that says why if it is a skip and skips are forbidden. What fails as expected is no skip."""
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get(_NO_SKIPS) == "1":
+        report.longrepr = f"{_NO_SKIPS} is 1, and this skipped: {_reason(report.longrepr)}"
+        report.outcome = "failed"
+    return report
+
+
+def _reason(told: object) -> str:
+    """What a skip says: its place, its line, and why."""
+    return f"{told[0]}:{told[1]}: {told[2]}" if isinstance(told, tuple) else str(told)
 
 
 @pytest.fixture(autouse=True)

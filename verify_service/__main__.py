@@ -9,9 +9,10 @@ import platform
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from treewire import __version__
 from treewire.core.budget import StepPrice
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _LARGE_BLOCK_BYTES = 4 << 20
+
+_TRANSFORMERS_SETTINGS = ("device", "dtype", "max_tree_nodes", "kv_tokens", "kv_page_size", "graphs")
+"""Settings that the transformers engine takes under the same name, on one rank as on several."""
+
+_SEVERAL_RANKS_SETTINGS = ("tp_size", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id")
+"""Those that say where its ranks are."""
 
 _SGLANG_SETTINGS = (
     "device",
@@ -80,18 +87,7 @@ def _transformers(settings: VerifySettings) -> TargetEngine:
     from verify_service.engines.transformers import TransformersTarget
 
     return TransformersTarget.load(
-        _model_path(settings),
-        name=settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        max_context=settings.max_context or None,
-        max_tree_nodes=settings.max_tree_nodes,
-        kv_tokens=settings.kv_tokens,
-        kv_page_size=settings.kv_page_size,
-        forward=settings.forward,
-        num_threads=settings.threads or None,
-        feature_projection=resolve_drafter(settings.feature_projection) if settings.feature_projection else None,
-        graphs=settings.graphs,
+        _model_path(settings), name=settings.model, forward=settings.forward, **_transformers_options(settings)
     )
 
 
@@ -100,23 +96,28 @@ def _tensor_parallel(settings: VerifySettings) -> StartedTransformers:
     from verify_service.engines.transformers.tensor_parallel import StartedTransformers, TensorParallelOptions
 
     options = TensorParallelOptions(
-        _model_path(settings),
-        tp_size=settings.tp_size,
-        nnodes=settings.nnodes,
-        node_rank=settings.node_rank,
-        dist_init_addr=settings.dist_init_addr,
-        base_gpu_id=settings.base_gpu_id,
-        device=settings.device,
-        dtype=settings.dtype,
-        max_context=settings.max_context or None,
-        max_tree_nodes=settings.max_tree_nodes,
-        kv_tokens=settings.kv_tokens,
-        kv_page_size=settings.kv_page_size,
-        num_threads=settings.threads or None,
-        feature_projection=resolve_drafter(settings.feature_projection) if settings.feature_projection else None,
-        graphs=settings.graphs,
+        _model_path(settings), **_of_same_name(settings, _SEVERAL_RANKS_SETTINGS), **_transformers_options(settings)
     )
     return StartedTransformers(options, settings.model, settings.forward)
+
+
+def _transformers_options(settings: VerifySettings) -> dict[str, Any]:
+    """What the transformers engine is told, on one rank as on several."""
+    return {
+        **_of_same_name(settings, _TRANSFORMERS_SETTINGS),
+        "max_context": settings.max_context or None,
+        "num_threads": settings.threads or None,
+        "feature_projection": _projection(settings),
+    }
+
+
+def _of_same_name(settings: VerifySettings, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in names}
+
+
+def _projection(settings: VerifySettings) -> Path | None:
+    """The checkpoint of the drafter for which features are made."""
+    return resolve_drafter(settings.feature_projection) if settings.feature_projection else None
 
 
 def _share_cores() -> None:
@@ -165,8 +166,8 @@ def _sglang(settings: VerifySettings) -> StartedSglang:
     options = SglangOptions(
         model_path=directory,
         sglang_args=settings.sglang_arguments,
-        feature_projection=resolve_drafter(settings.feature_projection) if settings.feature_projection else None,
-        **{field: getattr(settings, field) for field in _SGLANG_SETTINGS},
+        feature_projection=_projection(settings),
+        **_of_same_name(settings, _SGLANG_SETTINGS),
     )
     return StartedSglang(options, name, settings.threads or None)
 

@@ -49,17 +49,8 @@ class Rotary:
         return cls(frequencies.float(), float(scale))
 
     def rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
-        """Heads [..., heads, D] turned to positions [...]."""
-        return rotate(heads, positions.float().unsqueeze(-1) * self.frequencies.to(positions.device), self.scale)
-
-
-def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> Tensor:
-    """Angles [..., head_dim / 2] of positions [...]."""
-    return positions.float().unsqueeze(-1) * Rotary.plain(head_dim, theta).frequencies.to(positions.device)
-
-
-def rotate(heads: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:
-    """Heads [..., heads, D] turned by angles [..., D / 2], in pairs (i, i + D / 2), and multiplied by `scale`."""
-    cosines, sines = (part.unsqueeze(-2).mul(scale).to(heads.dtype) for part in (angles.cos(), angles.sin()))
-    first, second = heads.chunk(2, -1)
-    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+        """Heads [..., heads, D] turned to positions [...], in pairs (i, i + D / 2)."""
+        angles = positions.float()[..., None, None] * self.frequencies.to(positions.device)
+        cosines, sines = ((part * self.scale).to(heads.dtype) for part in (angles.cos(), angles.sin()))
+        first, second = heads.chunk(2, -1)
+        return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)

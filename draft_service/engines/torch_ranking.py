@@ -11,12 +11,12 @@ from torch import Tensor
 from treewire.core.build import USUAL_WEIGHTS, BranchWeights
 from treewire.core.noise import noise_at, noise_row
 from treewire.core.sampling import Sampling
+from treewire.highest import highest
 
 _NUM_NOISE_ROWS = 32  # per session: later rounds look at positions that an earlier one has looked at
-_LARGEST_ID = 2**31 - 1
 
 
-class Ranked(NamedTuple):
+class Guesses(NamedTuple):
     """The best tokens of each row, best first, equals by the lower token id; int64 and float32 [rows, width]."""
 
     token_ids: Tensor
@@ -53,23 +53,30 @@ class SessionNoise:
         return None if self._row is None else self._row(position)
 
 
-def rank(logits: Tensor, noises: list[SessionNoise], positions: list[int], width: int) -> Ranked:
+def rank(logits: Tensor, noises: list[SessionNoise], positions: list[int], width: int) -> Guesses:
     """The best `width` candidates of each row of logits [rows, candidates], where row r is for the token at `positions[r]`.
 
     Log-probs are normalised over all candidates at the row's temperature (greedy: 1), then over those that top-k, top-p and
     min-p leave; rows rank by them, those with noise by both weighted. Candidates are named by their index.
     """
-    temperatures = torch.tensor([noise.sampling.temperature or 1.0 for noise in noises], device=logits.device)
-    log_probs = (logits.float() / temperatures[:, None]).log_softmax(-1)
+    temperatures = [noise.sampling.temperature or 1.0 for noise in noises]
+    tempered = logits.float()
+    if any(temperature != 1.0 for temperature in temperatures):
+        tempered = tempered / torch.tensor(temperatures, device=logits.device)[:, None]
+    log_probs = tempered.log_softmax(-1)
     for row, noise in zip(log_probs, noises, strict=True):
         if noise.sampling.truncates:
             row.copy_(_truncated(row, noise.sampling))
+    width = min(width, log_probs.shape[1])
+    if all(noise.is_silent for noise in noises):
+        best = highest(log_probs, width)
+        return Guesses(best.token_ids, best.scores)
     scores = [
         _scores(row, noise.weights, noise.at(position))
         for row, noise, position in zip(log_probs, noises, positions, strict=True)
     ]
-    token_ids = highest(torch.stack(scores), min(width, log_probs.shape[1]))
-    return Ranked(token_ids, log_probs.gather(1, token_ids))
+    token_ids = highest(torch.stack(scores), width).token_ids
+    return Guesses(token_ids, log_probs.gather(1, token_ids))
 
 
 def _truncated(log_probs: Tensor, sampling: Sampling) -> Tensor:
@@ -88,18 +95,6 @@ def _truncated(log_probs: Tensor, sampling: Sampling) -> Tensor:
 def _scores(log_probs: Tensor, weights: BranchWeights, noise: Tensor | None) -> Tensor:
     """What candidates rank by, float32 [candidates]."""
     return log_probs if noise is None else weights.log_prob * log_probs + weights.noise * noise.to(log_probs.device)
-
-
-def highest(scores: Tensor, count: int) -> Tensor:
-    """Indices int64 [rows, count] of the highest float32 scores of each row, highest first, equals by the lower index.
-
-    `torch.topk` leaves the order of equals open, so it is given keys without equals: the score's bits, made to order like the
-    score, above the index from the end.
-    """
-    bits = (scores + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0
-    ordered = torch.where(bits >= 0, bits, bits ^ _LARGEST_ID)
-    keys = (ordered << 32) + (_LARGEST_ID - torch.arange(scores.shape[1], device=scores.device))
-    return keys.topk(count, dim=-1).indices
 
 
 def _noise_row(seed: int, vocabulary_size: int, candidate_ids: Tensor | None, position: int) -> Tensor:

@@ -217,7 +217,8 @@ async def http_door(
     routes: Sequence[BaseRoute] = (),
     is_open: Callable[[str], bool] = lambda path: False,
 ) -> AsyncIterator[HttpDoor]:
-    """The HTTP door of the gateway, listening while the context lasts. OSError if the address cannot be listened on.
+    """The HTTP door of the gateway, listening while the context lasts. OSError if the address cannot be listened on, or the
+    certificates cannot be used.
 
     `routes` are served beside those of the document; `is_open` names the paths among them that need no key.
     """
@@ -237,7 +238,7 @@ async def http_door(
 
 def _config(settings: GatewaySettings, app: ASGIApp) -> uvicorn.Config:
     certificates = settings.certificates
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
         http="h11",
         ws="none",
@@ -249,6 +250,8 @@ def _config(settings: GatewaySettings, app: ASGIApp) -> uvicorn.Config:
         proxy_headers=False,
         ssl_context_factory=None if certificates is None else lambda config, default: server_context(certificates),
     )
+    config.load()  # reads the certificates: the server would only read them, and fail, once it runs
+    return config
 
 
 def _listen(endpoint: Endpoint) -> socket.socket:

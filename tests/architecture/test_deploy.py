@@ -6,8 +6,9 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import kubernetes_validate
@@ -20,6 +21,8 @@ import gateway.assembly
 import verify_service.assembly
 from draft_service.settings import DraftSettings
 from gateway.settings import GatewaySettings
+from tests.architecture.build_context import Ignore, files_of, sources
+from tests.architecture.kustomize import assemble, patched
 from treewire.runtime.metrics import DraftMetrics, GatewayMetrics, Metrics
 from treewire.runtime.settings import ServiceSettings
 from verify_service.settings import VerifySettings
@@ -91,6 +94,57 @@ def test_compose_finds_replicas_by_name_and_publishes_on_loopback_alone() -> Non
     assert ports
     assert all(port.startswith("127.0.0.1:") for port in ports)
     assert [name for name, service in services.items() if "profiles" in service] == ["prometheus", "grafana"]
+
+
+def test_images_are_built_from_what_the_build_context_has() -> None:
+    """Every file that a stage copies exists and passes .dockerignore."""
+    ignore = Ignore((ROOT / ".dockerignore").read_text())
+    copied = list(sources((DEPLOY / "Dockerfile").read_text()))
+    assert {"pyproject.toml", "constraints-xgrammar.txt", "treewire"} <= set(copied)
+    for source in copied:
+        files = [file for file in files_of(ROOT, source) if "__pycache__" not in file.parts]
+        assert files, f"{source} is not in the project"
+        assert [str(file) for file in files if not ignore.passes(file)] == []
+
+
+def test_images_have_all_of_the_wheel() -> None:
+    """Whatever folder the wheel is made of is copied: a build leaves out without a word what is missing."""
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    parts = {*wheel["packages"], *wheel["force-include"]}
+    assert parts <= set(sources((DEPLOY / "Dockerfile").read_text()))
+
+
+def test_copied_sources_are_read_as_docker_reads_them() -> None:
+    """Flags, other stages, comments, continued lines and the JSON form."""
+    dockerfile = """
+        FROM base AS one
+        COPY --chown=1:1 a b/ /to/
+        # COPY never /to/
+        COPY --from=zero x /to/
+        copy c \\
+          # between
+          d ./
+        ADD ["e f", "/to/"]
+        RUN COPY g h
+        """
+    assert list(sources(dockerfile)) == ["a", "b/", "c", "d", "e f"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "passing", "ignored"),
+    [
+        (["*", "!a", "!b/c.py"], ["a", "a/x/y", "b/c.py"], ["b", "b/d.py", "z/a"]),
+        (["!a", "*"], [], ["a"]),
+        (["**/*.pyc", "# a comment", "/top"], ["x.py", "b/top"], ["x.pyc", "a/b/x.pyc", "top/z"]),
+        (["a/*/c", "?.txt"], ["a/c", "a/b/d/c", "12.txt"], ["a/b/c", "a/b/c/d", "1.txt"]),
+        (["a/**", "!a/b"], ["a/b/c", "ab"], ["a/c", "a/c/b"]),
+    ],
+)
+def test_dockerignore_is_read_as_docker_reads_it(lines: list[str], passing: list[str], ignored: list[str]) -> None:
+    """The last match decides, of the path or of a folder above it; a star stays within a folder, two do not."""
+    ignore = Ignore("\n".join(lines))
+    assert [path for path in passing if not ignore.passes(PurePosixPath(path))] == []
+    assert [path for path in ignored if ignore.passes(PurePosixPath(path))] == []
 
 
 def test_gpu_overlay_puts_the_drafter_on_a_gpu_of_its_own() -> None:
@@ -167,14 +221,12 @@ def test_kubernetes_groups_serve_from_their_leaders() -> None:
 @pytest.mark.parametrize("folder", ["base", "gpu"])
 def test_kubernetes_manifests_fit_the_schemas_of_kubernetes(folder: str) -> None:
     """What kustomize makes of each folder holds against the published schemas, unknown fields refused; pods of a
-    LeaderWorkerSet, whose schema is not among them, as pods."""
-    if shutil.which("kubectl") is None:
-        if folder == "gpu":
-            pytest.skip("the patches of this folder need kubectl to be put together")
-        objects = [each for each in manifests(folder) if each["apiVersion"].partition("/")[0] != "kustomize.config.k8s.io"]
-    else:
+    LeaderWorkerSet, whose schema is not among them, as pods. Where kubectl is, it puts the same together."""
+    objects = assemble(DEPLOY / "k8s" / folder)
+    if shutil.which("kubectl") is not None:
         command = ["kubectl", "kustomize", str(DEPLOY / "k8s" / folder)]
-        objects = list(yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+        made = yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        assert _by_name(made) == _by_name(objects)
     kinds = [each["kind"] for each in objects]
     assert kinds.count("PodDisruptionBudget") == kinds.count("Service") == len(SERVICES)
     assert kinds.count("Deployment") + kinds.count("LeaderWorkerSet") == len(SERVICES)
@@ -186,6 +238,40 @@ def test_kubernetes_manifests_fit_the_schemas_of_kubernetes(folder: str) -> None
                 kubernetes_validate.validate(pod, KUBERNETES, strict=True)
         else:
             kubernetes_validate.validate(each, KUBERNETES, strict=True)
+
+
+def _by_name(objects: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(each["kind"], each["metadata"]["name"]): each for each in objects}
+
+
+def test_patches_are_merged_as_kubernetes_merges_them() -> None:
+    """Maps by key and null removing one, lists of named items by name, other lists as a whole; a whole object deleted."""
+    deployment = """
+        apiVersion: apps/v1
+        kind: Deployment
+        metadata: { name: one }
+        spec: { a: 1, b: { c: 2, d: 3 }, env: [{ name: X, value: "1" }, { name: Y, value: "2" }], args: [p, q] }
+        """
+    patch = """
+        apiVersion: apps/v1
+        kind: Deployment
+        metadata: { name: one }
+        spec:
+          a: null
+          b: { c: 4 }
+          env: [{ name: Z, value: "5" }, { name: Y, value: "3" }, { name: X, $patch: delete }]
+          args: [r]
+        """
+    objects = [yaml.safe_load(deployment)]
+    (changed,) = patched(objects, yaml.safe_load(patch))
+    env = [{"name": "Z", "value": "5"}, {"name": "Y", "value": "3"}]
+    assert changed["spec"] == {"b": {"c": 4, "d": 3}, "env": env, "args": ["r"]}
+    name = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "one"}}
+    assert patched(objects, {**name, "$patch": "delete"}) == []
+    with pytest.raises(ValueError, match="finds 0 objects"):
+        patched(objects, {**name, "metadata": {"name": "two"}})
+    with pytest.raises(ValueError, match="is not known here"):
+        patched(objects, {**name, "spec": {"$patch": "replace"}})
 
 
 def test_kubernetes_schemas_refuse_what_does_not_fit() -> None:

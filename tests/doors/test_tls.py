@@ -14,11 +14,15 @@ import grpc
 import httpx
 import pytest
 
+import gateway.assembly
+from gateway.settings import GatewaySettings
+from gateway.tokenization import Tokenization
 from tests.doors.certificates import Authority, Pair
 from tests.system.local_stack import LocalStack, local_stack
 from treewire import AsyncClient
 from treewire.errors import Unavailable
 from treewire.health import main as health_main
+from treewire.runtime.tls import server_credentials
 
 LOCALHOST = "localhost:0"
 
@@ -60,6 +64,21 @@ async def test_everything_is_encrypted_and_known(tmp_path: Path) -> None:
             assert generation.statistics.draft_tokens > 0
             body = {"prompt": "Hi", "max_tokens": 5, "ignore_eos": True}
             assert (await http.post("/v1/completions", json=body)).json()["usage"]["completion_tokens"] == 5
+
+
+async def test_a_door_whose_key_is_another_one_s_does_not_open(tmp_path: Path) -> None:
+    """Either door says so when it is opened."""
+    authority = Authority(tmp_path)
+    settings = GatewaySettings(bind=LOCALHOST, http_bind=LOCALHOST, verify="127.0.0.1:1", draft="", model="m")
+    pair = Pair(authority.issue("one").certificate, authority.issue("other").key)
+    mixed = settings.model_copy(update=serving(pair))
+    async with gateway.assembly.assemble(mixed, Tokenization.simulated) as process:
+        with pytest.raises(ssl.SSLError, match="KEY_VALUES_MISMATCH"):
+            async with process.http_door():
+                pytest.fail("it opened")
+    assert mixed.certificates is not None
+    with pytest.raises(ssl.SSLError, match="KEY_VALUES_MISMATCH"):
+        server_credentials(mixed.certificates)
 
 
 async def test_health_command_shows_a_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

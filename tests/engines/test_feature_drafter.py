@@ -21,7 +21,7 @@ from draft_service.engines.feature_drafter import FeatureDrafter
 from draft_service.engines.ngram import NgramDrafter
 from draft_service.engines.ranking import rank_vocabulary
 from draft_service.engines.recurrent.model import DraftCache, Ingestion, draft
-from draft_service.engines.torch_ranking import SessionNoise, highest, rank
+from draft_service.engines.torch_ranking import SessionNoise, rank
 from tests.engines.tiny_drafters import HIDDEN_SIZE, save_dflash, save_recurrent
 from tests.engines.tiny_models import VOCABULARY_SIZE, save_tiny_model
 from treewire.checkpoint import CALIBRATION, CHECKSUMS, write_branch_weights
@@ -179,12 +179,6 @@ def test_noise_of_candidates_is_theirs_in_the_whole_row() -> None:
     row = SessionNoise(Sampling(temperature=1.0, seed=5), VOCABULARY_SIZE, candidates).at(12)
     assert row is not None
     np.testing.assert_array_equal(row.numpy(), noise_row(5, 12, VOCABULARY_SIZE)[candidates.numpy()])
-
-
-def test_highest_orders_equals_zeros_and_infinities() -> None:
-    """Highest first; of equals, and of the two zeros, the lower index."""
-    scores = torch.tensor([[0.0, -0.0, 2.5, float("-inf"), 2.5, -1.5, 1e-38]])
-    assert highest(scores, 7).tolist() == [[2, 4, 6, 0, 1, 5, 3]]
 
 
 def rewrite(folder: Path, **changes: Any) -> Path:

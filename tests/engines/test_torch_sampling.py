@@ -15,7 +15,8 @@ from treewire.core.history import History
 from treewire.core.noise import noise_row
 from treewire.core.sampling import Sampling
 from treewire.core.tree import DraftTree
-from verify_service.engines.sampling import NoiseRows, choose, highest, likeliest, process
+from treewire.highest import highest
+from verify_service.engines.sampling import NoiseRows, choose, likeliest, process
 
 VOCABULARY_SIZE = 40
 
@@ -85,6 +86,13 @@ def test_of_equals_the_lower_token_comes_first(logits: NDArray[np.float32], coun
     ranked = highest(torch.from_numpy(logits), count)
     assert (ranked.token_ids.numpy() == np.argsort(-logits, axis=1, kind="stable")[:, :count]).all()
     assert torch.equal(choose(torch.from_numpy(logits), None), ranked.token_ids[:, 0])
+
+
+def test_highest_orders_equals_zeros_and_infinities() -> None:
+    """Highest first; of equals, and of the two zeros, the lower index."""
+    scores = torch.tensor([[0.0, -0.0, 2.5, float("-inf"), 2.5, -1.5, 1e-38]])
+    assert highest(scores, 4).token_ids.tolist() == [[2, 4, 6, 0]]
+    assert highest(scores, 7).token_ids.tolist() == [[2, 4, 6, 0, 1, 5, 3]]
 
 
 def test_noise_is_that_of_the_core() -> None:

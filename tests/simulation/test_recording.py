@@ -36,6 +36,20 @@ def test_what_is_no_recording_is_refused_with_its_name(tmp_path: Path) -> None:
             Recording.load(tmp_path / name)
 
 
+def test_damage_anywhere_is_found_or_harmless(tmp_path: Path) -> None:
+    """Whatever byte is another one: it can be read, or is refused as what it is."""
+    path, refused = tmp_path / "rounds.npz", 0
+    recording().save(path)
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x5A]) + whole[place + 1 :])
+        try:
+            Recording.load(path)
+        except RecordingError:
+            refused += 1
+    assert refused > len(whole) / 14
+
+
 @pytest.mark.parametrize("width", [1, WIDTH])
 def test_acceptance_is_that_of_the_walk(width: int) -> None:
     """For every row and budget as many tokens as the acceptance walk takes along the target's own choices."""

@@ -26,7 +26,9 @@ from treewire import Sampling
 from treewire.core.build import build_tree
 from treewire.core.tree import Marginals
 from treewire.events import Round
+from treewire.runtime.channel import open_channel
 from treewire.runtime.tracing import OpenTelemetryTracing
+from treewire.simulation.recorder import Recorder
 from treewire.types import Acceptance, Generation, Options
 from verify_service.engine import Posterior, PrefillChunk, Scoring
 from verify_service.engines.transformers import TransformersTarget
@@ -104,6 +106,20 @@ async def test_hybrid_generations_ask_for_no_conditional_rows(tmp_path: Path, ca
     assert undrafted.statistics.lone_roots == undrafted.statistics.rounds
     assert undrafted.output_tokens == 20
     assert "prefixes, at most 0 were to come" in caplog.text
+
+
+async def test_recordings_ask_for_no_conditional_rows(tmp_path: Path) -> None:
+    """They keep a row for each depth; the target's own tokens are those that come without a drafter."""
+    path, drafter_path = save_target(tmp_path), save_recurrent(tmp_path / "drafter")
+    drafter = load_feature_drafter(drafter_path, path, beam=3)
+    async with local_stack(_target(path, drafter_path), drafter) as stack, stack.client() as client:
+        plain = await client.generate(**options(max_tokens=12, budget=0))
+        assert stack.draft_running is not None
+        async with open_channel(stack.verify_running.address) as verify, open_channel(stack.draft_running.address) as draft:
+            observed = await Recorder(verify, draft, max_tokens=12).record(PROMPT)
+    assert observed.token_ids == plain.token_ids
+    assert len(observed.proposals) == 11
+    assert not any(marginals.prefixes for marginals in observed.proposals)
 
 
 def is_drafted(generation: Generation) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,16 +18,18 @@ import pytest
 from safetensors.torch import load_file
 
 from draft_service.engines.checkpoints import load_feature_drafter
+from draft_service.engines.ngram import NgramDrafter
 from gateway.tokenization import Tokenization
 from tests.engines.ranks import Served, served
 from tests.engines.test_tensor_parallel import SHAPE, check_same, one_rank, rounds
 from tests.engines.tiny_drafters import save_dflash
 from tests.engines.tiny_models import save_tiny_model
-from tests.system.local_stack import gateway_server, local_stack
+from tests.system.local_stack import draft_server, gateway_server, local_stack
 from tests.system.test_processes import ROOT, process, ready_address
 from treewire import AsyncClient, Sampling
 from treewire.events import Chunk
-from treewire.types import Options
+from treewire.types import Generation, Options
+from treewire.vocabulary import SIMULATED_END_TOKEN_ID
 from verify_service.engine import TargetEngine
 
 pytestmark = pytest.mark.timeout(600)
@@ -121,3 +125,36 @@ async def test_a_killed_rank_ends_its_service_and_moves_its_sessions(folder: Pat
         health = [sys.executable, "-m", "treewire.health", "--address", shared, "--service", "treewire.v1.VerifyService"]
         assert subprocess.run(health, cwd=ROOT, capture_output=True, check=False).returncode == 1
         assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_structured_output_over_two_ranks_is_that_of_one(tmp_path: Path) -> None:
+    """Two ranks as a service, drafts and the compiler of structures beside them: the tokens of one rank, and they match."""
+    tokenization, shape = Tokenization.simulated(512), {**SHAPE, "vocab_size": 512, "eos_token_id": SIMULATED_END_TOKEN_ID}
+    folder = save_tiny_model(tmp_path, "qwen3", **shape)
+    tokenization.tokenizer.save(str(folder / "tokenizer.json"))
+    schema = {"type": "object", "properties": {"wet": {"type": "boolean"}, "kind": {"enum": ["oak", "elm"]}}}
+    schema |= {"required": ["wet", "kind"], "additionalProperties": False}
+    arguments = ["--model", str(folder), "--bind", "127.0.0.1:0", "--measure-prices", "off", "--threads", "1"]
+    arguments += ["--max-context", "256", "--kv-tokens", "2048"]
+
+    async def answers(address: str) -> list[Generation]:
+        async with (
+            draft_server(NgramDrafter(width=16)) as (drafter, _),
+            gateway_server(address, drafter.address, tokenization) as gateway,
+            AsyncClient(gateway.address) as client,
+        ):
+            structures: list[Options] = [{"regex": "(tree|leaf){6}"}, {"json_schema": schema}]
+            tasks = [
+                client.generate("grow a tree", sampling=sampling, max_tokens=100, budget=12, **structure)
+                for structure in structures
+                for sampling in (Sampling(temperature=0.0), SAMPLINGS[1])
+            ]
+            return await asyncio.gather(*tasks)
+
+    with process("verify_service", *arguments, "--tp-size", "2") as ranked, process("verify_service", *arguments) as single:
+        shared, alone = [await answers(await asyncio.to_thread(ready_address, each)) for each in (ranked, single)]
+    assert [each.token_ids for each in shared] == [each.token_ids for each in alone]
+    assert all(each.finish_reason == "stop" for each in shared)
+    assert all(re.fullmatch("(tree|leaf){6}", each.text) for each in shared[:2])
+    assert all(list(json.loads(each.text)) == ["wet", "kind"] for each in shared[2:])
+    assert sum(each.statistics.accepted_tokens for each in shared) > 0

@@ -16,6 +16,7 @@ from treewire.core.processing import allow_only
 from treewire.core.tree import DraftTree, Draw
 from verify_service.engine import Posterior
 from verify_service.engines import sampling as torch_sampling
+from verify_service.structures.habits import Habits
 from verify_service.structures.matching import Match, Rows, pending
 from verify_service.structures.pruning import NOT_COMPUTED, Pruning
 
@@ -130,6 +131,20 @@ def test_what_was_taken_before_is_guessed_first() -> None:
     match = match_of("bcez", words)
     pruning = match.pruned(tree(("q", 0), ("q", 0), ("q", 0)), deepest=9)
     assert pruning.left.token_ids[1:] == tuple(ids("bce"))
+
+
+def test_what_was_taken_is_forgotten_beyond_a_bound() -> None:
+    """However long the output: the latest sets of allowed tokens are kept, each as the few that they are."""
+    habits = Habits(num_kept=3)
+    for number in range(100):
+        habits.learn((number, number + 1, number + 2), number + 1)
+    assert len(habits) == 3
+    assert habits.likeliest_first((97, 98, 99)) == [98, 97, 99]
+    assert habits.likeliest_first((96, 97, 98)) == [96, 97, 98]
+    habits.learn((97, 98, 99), 99)
+    habits.learn((5, 6), 6)
+    assert habits.likeliest_first((97, 98, 99)) == [99, 97, 98]
+    assert habits.likeliest_first((98, 99, 100)) == [98, 99, 100]
 
 
 def test_answer_to_what_is_left_is_spread_over_the_whole_tree() -> None:

@@ -47,7 +47,7 @@ def channel_credentials(certificates: Certificates) -> grpc.ChannelCredentials:
 
 
 def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """A gRPC server's credentials; each handshake uses the files as they are then. OSError if one cannot be read now."""
+    """A gRPC server's credentials; each handshake uses the files as they are then. OSError if they cannot be used now."""
     reloading = _Reloading(certificates)
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
@@ -67,7 +67,7 @@ def _grpc_configuration(certificates: Certificates) -> grpc.ServerCertificateCon
 
 
 def server_context(certificates: Certificates) -> ssl.SSLContext:
-    """An HTTP server's context; each handshake uses the files as they are then. OSError if one cannot be read now."""
+    """An HTTP server's context; each handshake uses the files as they are then. OSError if they cannot be used now."""
     reloading = _Reloading(certificates)
     context = _context(certificates)
     latest = context
@@ -94,9 +94,13 @@ def _context(certificates: Certificates) -> ssl.SSLContext:
 
 
 class _Reloading:
-    """Notices that certificates have changed, and that they can be used; a pair that does not fit yet is left alone."""
+    """Notices that certificates have changed, and that they can be used; a pair that does not fit yet is left alone.
+
+    Raises OSError if they cannot be used at first.
+    """
 
     def __init__(self, certificates: Certificates) -> None:
+        _context(certificates)
         self._certificates = certificates
         self._seen = certificates.stamps()
 

@@ -132,6 +132,7 @@ class Recorder:
             target.fingerprint,
             _REQUEST_ID,
             trees_aim_at_noise=False,
+            takes_conditional=False,  # a recording keeps rows of depths alone
             features=FeatureLog(_FEATURE_BYTES) if drafter.needs_features else None,
         )
         patience = {"prefill_timeout_seconds": _PATIENCE_SECONDS, "round_timeout_seconds": _PATIENCE_SECONDS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ RECORDING_VERSION = 1
 SHIPPED = Path(__file__).parent / "recordings" / "smollm2-135m.npz"
 NOT_PROPOSED = 255
 """What stands for the rank of a choice that was not among the tokens proposed for its depth."""
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile, zlib.error, NotImplementedError)
+"""What reading an archive raises that is damaged, or none."""
 
 
 class RecordingError(ValueError):
@@ -138,7 +142,7 @@ class Recording:
                 machine=MeasuredMachine.from_json(header["machine"]),
                 provenance=header["provenance"],
             )
-        except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
+        except _UNREADABLE as error:
             raise RecordingError(f"{path} is no recording: {error}") from error
 
 

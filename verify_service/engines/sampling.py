@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from treewire.core.history import NodeHistories
 from treewire.core.noise import noise_row
 from treewire.core.sampling import Sampling
 from treewire.core.tree import TokenLogProbs
+from treewire.highest import Ranked, highest
 from verify_service.engine import NodeProbabilities
 
 _NUM_NOISE_ROWS = 32  # per session: the depth of a usual tree, so that a row is made once and serves siblings and later rounds
@@ -23,13 +23,6 @@ _NUCLEUS_WIDTH = 1024  # a nucleus is nearly always smaller; finding this many i
 
 _REMOVED = float("-inf")
 _WORD_BITS = 32
-
-
-class Ranked(NamedTuple):
-    """The highest entries of each row, best first, equals by the lower token id; both [rows, count]."""
-
-    scores: Tensor
-    token_ids: Tensor
 
 
 class NoiseRows:
@@ -159,27 +152,6 @@ def likeliest(log_probs: Tensor, count: int) -> tuple[NodeProbabilities, ...]:
         for scores, token_ids in zip(ranked.scores.tolist(), ranked.token_ids.tolist(), strict=True)
         for kept in [tuple(score for score in scores if score > _REMOVED)]
     )
-
-
-def highest(scores: Tensor, count: int) -> Ranked:
-    """The `count` highest entries of each row; `torch.topk` with a settled order of equals."""
-    if count >= scores.shape[1]:
-        return Ranked(*scores.sort(dim=-1, descending=True, stable=True))
-    top = scores.topk(count + 1, dim=-1)
-    if (top.values[:, count - 1] == top.values[:, count]).any():  # equals at the edge: topk took any of them
-        token_ids = _ids_of_highest(scores, top.values[:, count - 1 : count], count)
-    else:
-        token_ids = top.indices[:, :count].sort(dim=-1).values
-    ordered = scores.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
-    return Ranked(ordered.values, token_ids.gather(1, ordered.indices))
-
-
-def _ids_of_highest(scores: Tensor, lowest: Tensor, count: int) -> Tensor:
-    """The `count` highest entries of each row in the order of token ids, where `lowest` [rows, 1] is the lowest of them."""
-    above, equal = scores > lowest, scores == lowest
-    room = count - above.sum(dim=-1, keepdim=True)
-    kept = above | (equal & (equal.cumsum(dim=-1) <= room))
-    return kept.nonzero()[:, 1].view(-1, count)
 
 
 def _keep_best(scaled: Tensor, sampling: Sampling) -> Tensor:

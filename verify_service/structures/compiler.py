@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from treewire.core.structure import Structure
+from verify_service.parent_watch import end_with_parent
 
 _START_SECONDS = 180.0  # xgrammar imports torch and transformers, which takes long on a busy machine
 _TRIAL_TOKENS = 48
@@ -118,7 +118,7 @@ _READY = "ready"
 
 def run_compiler(talk: Connection, vocabulary: Vocabulary, limits: StructureLimits) -> None:
     """The process: structures in, compiled ones or refusals out, until the other end is closed or the parent ends."""
-    _end_with_parent()
+    end_with_parent()
     import xgrammar
 
     compiler = xgrammar.GrammarCompiler(vocabulary.info(), max_threads=1, cache_enabled=False)
@@ -180,15 +180,3 @@ def _limit_memory(num_bytes: int) -> None:
         num_pages = int(file.read().split()[0])
     limit = num_pages * resource.getpagesize() + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _end_with_parent() -> None:
-    """The process does not outlive the one that started it, however that one ended."""
-    parent = parent_process()
-    assert parent is not None, "the compiler is started by another process"
-
-    def await_end() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=await_end, name="parent-watch", daemon=True).start()

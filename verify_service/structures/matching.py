@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treewire.core.tree import DraftTree
+from verify_service.structures.habits import Habits
 from verify_service.structures.pruning import Pruning
 
 Rows = NDArray[np.int32]
@@ -63,16 +64,15 @@ class Match:
     matcher: Matcher
     vocabulary_size: int
     end_token_ids: tuple[int, ...]
-    _taken: dict[bytes, int] = field(default_factory=dict, init=False)
+    _habits: Habits = field(default_factory=Habits, init=False)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """The output goes on with these tokens. Raises ValueError at one that does not fit; tokens behind its end are none."""
         for token_id in token_ids:
             if self.matcher.is_terminated():
                 return
-            row = self.next_row()
-            if _num_bits(row) <= _MOST_CHOICES:
-                self._taken[row.tobytes()] = token_id
+            if choices := _few_tokens(self.next_row()):
+                self._habits.learn(choices, token_id)
             if not self.matcher.accept_token(token_id):
                 raise ValueError(f"token {token_id} does not match the structure")
 
@@ -122,10 +122,7 @@ class Match:
         row = self.next_row()
         has_ended = self.matcher.is_terminated()
         self.matcher.rollback(num_accepted)
-        if has_ended or _num_bits(row) > _MOST_CHOICES:
-            return []
-        choices, known = _tokens_of(row), self._taken.get(row.tobytes())
-        return choices if known is None else [known, *(token_id for token_id in choices if token_id != known)]
+        return [] if has_ended else self._habits.likeliest_first(_few_tokens(row))
 
     def rows(self, tree: DraftTree) -> Rows:
         """What may follow each node of a tree whose nodes all fit, int32 [nodes, words]: bit v of a row is token v's."""
@@ -200,12 +197,10 @@ class PendingMasks:
         return self.fallback if self.failure else self.filling.result()
 
 
-def _num_bits(row: Rows) -> int:
-    return int(np.bitwise_count(row.view(np.uint32)).sum())
-
-
-def _tokens_of(row: Rows) -> list[int]:
-    """The tokens whose bit is set, lowest first."""
+def _few_tokens(row: Rows) -> list[int]:
+    """The tokens whose bit is set, lowest first; none where there are many."""
+    if int(np.bitwise_count(row.view(np.uint32)).sum()) > _MOST_CHOICES:
+        return []
     tokens: list[int] = np.flatnonzero(np.unpackbits(row.astype("<i4").view(np.uint8), bitorder="little")).tolist()
     return tokens
 

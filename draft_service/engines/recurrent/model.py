@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draft_service.engines.rotary import rotary_angles, rotate
+from draft_service.engines.rotary import Rotary
 from draft_service.engines.weight_only import drafting_linear
 
 ARCHITECTURE = "treewire-recurrent"
@@ -105,6 +105,9 @@ class RecurrentDrafter(nn.Module):
         self.register_buffer("candidate_ids", candidate_ids)
         self.register_buffer("embedding", embedding, persistent=False)
         self.head: nn.Module = _FrozenLinear(head[candidate_ids])
+        self.projections: nn.Module | None = None  # query, key and value in one, and gate and up, in a drafter for drafting
+        self.gate_and_up: nn.Module | None = None
+        self._rotary = Rotary.plain(config.head_dim, config.rope_theta)
 
     @property
     def candidate_head(self) -> Tensor:
@@ -126,18 +129,18 @@ class RecurrentDrafter(nn.Module):
 
     def attention_inputs(self, rows: Tensor, positions: Tensor) -> AttentionInputs:
         """Queries, keys and values of rows [..., H] at positions int64 [...] (broadcast)."""
-        normed, dim = self.attention_norm(rows), self.config.head_dim
-        angles = rotary_angles(positions, dim, self.config.rope_theta)
-        queries, keys, values = (
-            part(normed).to(rows.dtype).unflatten(-1, (-1, dim)) for part in (self.query, self.key, self.value)
-        )
-        return AttentionInputs(rotate(queries, angles), rotate(keys, angles), values)
+        projected = self._projected(self.attention_norm(rows)).to(rows.dtype)
+        heads = projected.view(*projected.shape[:-1], -1, self.config.head_dim)
+        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
+        turned, values = torch.split(heads, [num_heads + num_kv_heads, num_kv_heads], -2)
+        queries, keys = torch.split(self._rotary.rotate(turned, positions), [num_heads, num_kv_heads], -2)
+        return AttentionInputs(queries, keys, values)
 
     def finish(self, rows: Tensor, attended: Tensor) -> Tensor:
         """The layer's output [..., H] of its input rows and what their heads attended to [..., heads, D]."""
         rows = rows + self.attention_output(attended.flatten(-2))
-        normed = self.mlp_norm(rows)
-        finished: Tensor = rows + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        gate, up = self._gated(self.mlp_norm(rows))
+        finished: Tensor = rows + self.down(functional.silu(gate) * up)
         return finished
 
     def carried(self, outputs: Tensor) -> Tensor:
@@ -150,20 +153,41 @@ class RecurrentDrafter(nn.Module):
         normed: Tensor = self.output_norm(outputs)
         return normed
 
-    def log_probs(self, outputs: Tensor) -> Tensor:
-        """Log-probs [..., C] over the candidates; every other token counts as impossible."""
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Logits [..., C] of the candidates; every other token counts as impossible."""
         logits: Tensor = self.head(self.head_inputs(outputs))
-        return logits.float().log_softmax(-1)
+        return logits
+
+    def log_probs(self, outputs: Tensor) -> Tensor:
+        """Log-probs [..., C] over the candidates."""
+        return self.logits(outputs).float().log_softmax(-1)
 
     def for_drafting(self) -> RecurrentDrafter:
         """This drafter, its matrices in int8 from now on, which can no longer be trained; `fuse` and the norms stay float32.
 
-        A draft reads every matrix once a depth, and memory is what bounds it.
+        A draft reads every matrix once a depth, and memory is what bounds it, then the number of calls: matrices that read the
+        same rows become one.
         """
-        for name, module in self.named_children():
-            if name != "fuse" and isinstance(module, nn.Linear | _FrozenLinear):
-                setattr(self, name, drafting_linear(module.weight.detach()))
+        for joined, names in (("projections", ("query", "key", "value")), ("gate_and_up", ("gate", "up"))):
+            setattr(self, joined, drafting_linear(torch.cat([getattr(self, name).weight.detach() for name in names])))
+            for name in names:
+                delattr(self, name)
+        for name in ("embed", "carry", "attention_output", "down", "head"):
+            setattr(self, name, drafting_linear(getattr(self, name).weight.detach()))
         return self
+
+    def _projected(self, normed: Tensor) -> Tensor:
+        """What the heads read, queries, keys and values one after the other: [..., (Q + 2 K) D]."""
+        if self.projections is not None:
+            projected: Tensor = self.projections(normed)
+            return projected
+        return torch.cat([self.query(normed), self.key(normed), self.value(normed)], -1)
+
+    def _gated(self, normed: Tensor) -> Sequence[Tensor]:
+        """The gate and what it is for, [..., F] each."""
+        if self.gate_and_up is not None:
+            return self.gate_and_up(normed).chunk(2, -1)  # type: ignore[no-any-return]
+        return self.gate(normed), self.up(normed)
 
 
 class DraftCache:

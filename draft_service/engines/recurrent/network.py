@@ -109,7 +109,7 @@ class RecurrentNetwork:
         """What follows each output: the best tokens, by their ids in the vocabulary."""
         noises = [beam.root.noise for beam in beams for _ in beam.paths]
         positions = [beam.position + 1 for beam in beams for _ in beam.paths]
-        ranked = rank(self._model.log_probs(outputs), noises, positions, max(beam.root.width for beam in beams))
+        ranked = rank(self._model.logits(outputs), noises, positions, max(beam.root.width for beam in beams))
         noise = [_noise_of(row, position, ids) for row, position, ids in zip(noises, positions, ranked.token_ids, strict=True)]
         return _Rows(
             self._model.candidate_ids[ranked.token_ids].int().cpu().numpy(),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
 
 from verify_service.engine import Unsupported
 from verify_service.engines.ranks.messages import Failed, Idle, Stop
+from verify_service.parent_watch import end_with_parent
 
 IDLE_SECONDS = 5.0
 """How often idle ranks are shown that rank 0 lives."""
@@ -26,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 def run(number: int, parent: Connection, serve: Callable[[], None]) -> None:
     """The process of rank `number`, until it is told to stop. Whatever fails is told to the parent and ends the process."""
-    _end_with_parent()
+    end_with_parent()
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s [rank {number}] %(message)s")
     try:
         serve()
@@ -72,15 +71,3 @@ def _fail(number: int, parent: Connection, reason: str, *, is_refusal: bool) -> 
     parent.send(Failed(number, reason, is_refusal))
     parent.close()
     os._exit(_FAILED_EXIT_CODE)
-
-
-def _end_with_parent() -> None:
-    """A rank does not outlive the process that started it, however that one ended."""
-    parent = parent_process()
-    assert parent is not None, "a rank is started by another process"
-
-    def wait() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(_FAILED_EXIT_CODE)
-
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
