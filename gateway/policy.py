@@ -54,7 +54,8 @@ class TreePolicy:
     def _branch_scores(self, commit: Commit, marginals: Marginals) -> NDArray[np.float64] | None:
         if self.sampling.is_greedy or marginals.num_depths == 0:
             return None
-        return perturb(marginals, self.sampling.seed, commit.length - 1, self.weights)
+        weights = self.weights.at(self.sampling.temperature)
+        return perturb(marginals, self.sampling.seed, commit.length - 1, weights)
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,8 @@ class GatewaySettings(ServiceSettings):
         None,
         gt=0,
         le=LARGEST_WEIGHT,
-        description="Weight of a draft's log-probability where noise ranks branches; unset is what treewire calibrate left "
-        f"beside the drafter, else {USUAL_WEIGHTS.log_prob}.",
+        description="Weight of a draft's log-probability where noise ranks branches, at temperature 1; unset is what treewire "
+        f"calibrate left beside the drafter, else {USUAL_WEIGHTS.log_prob}.",
     )
     noise_weight: float | None = Field(
         None,

@@ -26,13 +26,13 @@ def recorded_choices(
                     if isinstance(event, Started):
                         seed = event.seed
                     elif isinstance(event, Round):
-                        yield from _choices(event, seed)
+                        yield from _choices(event, seed, temperature)
 
 
-def _choices(event: Round, seed: int) -> Iterator[Choice]:
+def _choices(event: Round, seed: int, temperature: float) -> Iterator[Choice]:
     tree = DraftTree(event.token_ids, event.parents)
     committed = event.committed_token_ids
-    return choices_of_round(tree, event.scores, committed, seed, event.length - len(committed) - 1)
+    return choices_of_round(tree, event.scores, committed, seed, event.length - len(committed) - 1, temperature)
 
 
 def to_toml(weights: BranchWeights, *, num_choices: int) -> str:

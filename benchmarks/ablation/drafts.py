@@ -57,6 +57,7 @@ def _spot(marginals: Marginals, path: Path, step: int, horizon: int) -> Spot:
     return Spot(
         marginals,
         path.sampling.seed,
+        path.sampling.temperature,
         len(path.prompt) + step,
         path.token_ids[following],
         path.probabilities[following],

@@ -28,6 +28,7 @@ class Spot:
 
     marginals: Marginals
     seed: int
+    temperature: float
     position: int
     following: tuple[int, ...]
     probabilities: NDArray[np.float64]
@@ -68,7 +69,8 @@ def aimed_tree(root: int, spot: Spot, budget: int, weights_by_depth: Sequence[Br
     marginals = _cut(spot.marginals, budget + 1)
     if not marginals.num_depths:
         return build_tree(root, marginals, budget)
-    choices = [perturb(marginals, spot.seed, spot.position, weights) for weights in weights_by_depth]
+    weights_here = [weights.at(spot.temperature) for weights in weights_by_depth]
+    choices = [perturb(marginals, spot.seed, spot.position, weights) for weights in weights_here]
     which = np.minimum(marginals.row_depths, len(choices)) - 1
     scores = np.stack(choices)[which, np.arange(len(which))]
     return build_tree(root, marginals, budget, branch_scores=scores)

@@ -99,7 +99,7 @@ def calibration_choices(drafter: DraftEngine, paths: Sequence[TargetPath]) -> li
 
     def recorded(root: int, spot: Spot) -> DraftTree:
         built = aimed_tree(root, spot, RECORDING_BUDGET, [USUAL_WEIGHTS])
-        choices.extend(choices_of_round(built.tree, built.scores, spot.following, spot.seed, spot.position))
+        choices.extend(choices_of_round(built.tree, built.scores, spot.following, spot.seed, spot.position, spot.temperature))
         return built.tree
 
     simulate(drafted(drafter, paths, told=as_it_is, width=WIDTH, takes_conditional=True), recorded)

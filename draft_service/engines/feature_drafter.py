@@ -85,7 +85,7 @@ class FeatureDrafter(Generic[State]):
     """`draft_service.engine.FeatureReader` over one network.
 
     Each committed position is computed once, when its features arrive: with `take_in`, or with a proposal. `positions_computed`
-    counts them. Penalties and truncation (top-k, top-p, min-p) are not applied: they cost acceptance, never correctness.
+    counts them. Penalties, biases and min tokens are not applied: that costs acceptance, never correctness.
     """
 
     def __init__(self, network: FeatureNetwork[State], drafter: Drafter) -> None:

@@ -25,7 +25,7 @@ class Guesses(NamedTuple):
 
 class SessionNoise:
     """The shared noise of one session over the tokens that its drafter can guess; none for a greedy one, and none where the
-    target does not draw with it. `weights` are what log-prob and noise count in the ranking.
+    target does not draw with it. `weights` are what log-prob and noise count in the ranking at temperature 1.
 
     `candidate_ids` int64 [candidates] are those tokens, in ascending order; None are all of the vocabulary.
     """
@@ -38,7 +38,7 @@ class SessionNoise:
         weights: BranchWeights = USUAL_WEIGHTS,
     ) -> None:
         self.sampling = sampling
-        self.weights = weights
+        self.weights = weights if sampling.is_greedy else weights.at(sampling.temperature)
         make = partial(_noise_row, sampling.seed, vocabulary_size, candidate_ids)
         aims = not sampling.is_greedy and sampling.shares_noise
         self._row = lru_cache(_NUM_NOISE_ROWS)(make) if aims else None

@@ -44,7 +44,7 @@ def rounds_with_a_target(path: Path, temperature: float) -> list[int]:
     while len(output) < len(path.token_ids):
         length = len(path.prompt) + len(output)
         (marginals,) = drafter.propose([Proposal(1, Commit(commit, length), drafter.drafter.horizon, 16)])
-        scores = perturb(marginals, path.sampling.seed, length - 1) if temperature else None
+        scores = perturb(marginals, path.sampling.seed, length - 1, USUAL_WEIGHTS.at(temperature)) if temperature else None
         tree = build_tree(output[-1], marginals, BUDGET, branch_scores=scores).tree
         (posterior,) = target.step([Scoring(1, tree)])
         acceptance = accept(tree, posterior.token_ids)
@@ -80,7 +80,7 @@ def test_paths_know_the_probabilities_of_their_tokens() -> None:
 def test_chains_are_the_best_token_of_each_depth() -> None:
     """Of the rows as they are ranked, not of log-probs."""
     marginals = Marginals.from_rows([[(4, -2.0), (5, -0.1)], [(6, -1.0), (7, -0.5)]])
-    spot = Spot(marginals, 0, 10, (), np.zeros(0))
+    spot = Spot(marginals, 0, 1.0, 10, (), np.zeros(0))
     assert chain_rule(8)(3, spot).token_ids == (3, 4, 6)
     assert chain_rule(1)(3, spot).token_ids == (3, 4)
 
@@ -116,7 +116,7 @@ def accepted_on_paths(width: int, budget: int, seeds: Sequence[int]) -> np.ndarr
         rng = np.random.default_rng([2, seed])
         following = tuple(int(rng.choice(4, p=row)) for row in TARGET)
         probabilities = TARGET[range(len(TARGET)), following]
-        tree = hybrid_rule(budget, width)(9, Spot(_marginals(), seed, 20, following, probabilities))
+        tree = hybrid_rule(budget, width)(9, Spot(_marginals(), seed, 1.0, 20, following, probabilities))
         counts[accepted_tokens(tree, following)] += 1
     return counts / len(seeds)
 
@@ -138,7 +138,7 @@ def test_hybrid_rejection_along_a_path_has_the_law_of_its_own_rounds(width: int,
 
 def test_draws_that_were_rejected_match_nothing() -> None:
     """In the place of a drawn node stands the path's token or none at all."""
-    spot = Spot(_marginals(), 7, 20, (3, 3, 3), np.array([1.0, 1.0, 1e-9]))
+    spot = Spot(_marginals(), 7, 1.0, 20, (3, 3, 3), np.array([1.0, 1.0, 1e-9]))
     first, second, third = hybrid_rule(3, 1)(9, spot).token_ids[1:]
     assert {first, second} <= {3, NO_TOKEN}
     assert third == 3  # a token that the drafter held likelier than the target did always came as a draw

@@ -212,6 +212,15 @@ def test_weights_that_are_refused(weights: tuple[float, float]) -> None:
         BranchWeights(*weights)
 
 
+def test_weights_at_a_temperature() -> None:
+    """In proportion to it up to 1; greedy decoding has no noise to weigh."""
+    weights = BranchWeights(0.8, 0.4)
+    assert weights.at(0.5) == BranchWeights(0.4, 0.2)
+    assert weights.at(1.0) == weights.at(2.0) == weights
+    with pytest.raises(ValueError, match="weight is"):
+        weights.at(0.0)
+
+
 ALPHABET = range(4)
 Row = list[tuple[int, float]]
 

@@ -156,9 +156,9 @@ def test_ranking_is_that_of_the_other_engines(sampling: Sampling) -> None:
 
 
 def test_ranking_by_weights() -> None:
-    """What log-prob and noise count is the drafter's own; greedy rows in the same batch rank by log-prob."""
+    """What log-prob and noise count is the drafter's own, half as much at temperature 0.5; greedy rows rank by log-prob."""
     logits = np.random.default_rng(1).standard_normal((2, VOCABULARY_SIZE)).astype(np.float32)
-    noise = SessionNoise(Sampling(temperature=0.5, seed=3), VOCABULARY_SIZE, None, BranchWeights(0.4, 1.5))
+    noise = SessionNoise(Sampling(temperature=0.5, seed=3), VOCABULARY_SIZE, None, BranchWeights(0.8, 3.0))
     ranked = rank(torch.from_numpy(logits), [noise, SessionNoise(Sampling(), VOCABULARY_SIZE, None)], [4, 4], 20)
     scores = 0.4 * 2.0 * logits[0] + 1.5 * noise_row(3, 4, VOCABULARY_SIZE)
     assert ranked.token_ids[0].tolist() == np.argsort(-scores, kind="stable")[:20].tolist()

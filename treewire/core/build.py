@@ -20,7 +20,8 @@ LARGEST_WEIGHT = 10.0  # above it a branch is all or nothing
 
 @dataclass(frozen=True)
 class BranchWeights:
-    """What a drafter's log-prob and the shared noise count in the ranking of branches; `treewire calibrate` fits them.
+    """What a drafter's log-prob and the shared noise count in the ranking of branches at temperature 1; less below (see `at`).
+    `treewire calibrate` fits them.
 
     Any weights are lossless, the defaults suit a weak drafter. Raises ValueError unless 0 < `log_prob` <= LARGEST_WEIGHT and
     0 <= `noise` <= LARGEST_WEIGHT.
@@ -34,6 +35,15 @@ class BranchWeights:
             raise ValueError(f"log_prob_weight is {self.log_prob}, it must be above 0 and at most {LARGEST_WEIGHT:g}")
         if not 0.0 <= self.noise <= LARGEST_WEIGHT:
             raise ValueError(f"noise_weight is {self.noise}, it must be from 0 to {LARGEST_WEIGHT:g}")
+
+    def at(self, temperature: float) -> BranchWeights:
+        """The weights at a temperature above 0: in proportion to it up to 1, since log-probs there have been divided by it.
+
+        So trees go over into those of greedy decoding as the temperature goes to 0, and how far the drafter is to be trusted
+        stays the same. Raises ValueError for temperature 0, at which there is no noise to weigh.
+        """
+        share = min(temperature, 1.0)
+        return BranchWeights(share * self.log_prob, share * self.noise)
 
 
 USUAL_WEIGHTS = BranchWeights()

@@ -25,6 +25,8 @@ _RIDGE = 1e-3
 class Choice(NamedTuple):
     """Tokens on offer after one node: drafter's log-prob and noise of each, float64 [tokens, 2], and the one that was taken.
 
+    Both are times the temperature, up to 1, as weights are (`BranchWeights.at`).
+
     `depth` is that of the tokens, 1 that of the root's children.
     """
 
@@ -34,7 +36,7 @@ class Choice(NamedTuple):
 
 
 def choices_of_round(
-    tree: DraftTree, scores: Sequence[float], committed: Sequence[int], seed: int, root_position: int
+    tree: DraftTree, scores: Sequence[float], committed: Sequence[int], seed: int, root_position: int, temperature: float
 ) -> Iterator[Choice]:
     """The choices that a round shows: one for each committed token that its tree offered among others.
 
@@ -50,7 +52,7 @@ def choices_of_round(
         if len(offered) > 1:
             log_probs = [scores[child] - scores[node] for child in offered]
             noise = noise_at(seed, root_position + depth, token_ids)
-            yield Choice(np.column_stack([log_probs, noise]).astype(np.float64), taken, depth)
+            yield Choice(min(temperature, 1.0) * np.column_stack([log_probs, noise]).astype(np.float64), taken, depth)
         node = offered[taken]
 
 
