@@ -49,6 +49,8 @@ def _causal_lm(settings: DraftSettings) -> DraftEngine:
         horizon=settings.horizon,
         width=settings.width,
         num_threads=settings.threads or None,
+        kv_tokens=settings.kv_tokens,
+        kv_page_size=settings.kv_page_size,
         tokenizer_hash=vocabulary_hash(load_tokenizer(path)),
     )
 
@@ -68,6 +70,8 @@ def _dflash(settings: DraftSettings) -> DraftEngine:
         device=settings.device,
         dtype=settings.dtype,
         num_threads=settings.threads or None,
+        kv_tokens=settings.kv_tokens,
+        kv_page_size=settings.kv_page_size,
         **set_here,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from treewire.core.sampling import Sampling
 from treewire.core.tree import Commit, Marginals
 
 SessionId = int
+
+KV_TOKENS = 32768  # positions whose keys and values fit, of all sessions together
+KV_PAGE_SIZE: Literal[16] = 16  # drafts are in no page or begin where the sequence ends, so that large pages cost no moves
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,11 @@ class Proposal:
 
 
 class DraftEngine(Protocol):
-    """A drafter on one device. One thread calls, one call at a time; batches in and out."""
+    """A drafter on one device. One thread calls, one call at a time; batches in and out.
+
+    Engines with keys and values raise `treewire.kv.pages.KvExhausted`, naming the session, where memory has no room for it;
+    nothing has changed then.
+    """
 
     @property
     def drafter(self) -> Drafter:

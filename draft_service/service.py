@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -10,9 +10,10 @@ import grpc
 
 from draft_service.engine import Drafter, FeatureReader, Proposal
 from draft_service.sessions import DraftSession, Opening, fingerprint
-from draft_service.step import Answer, Step
+from draft_service.step import Answer, Step, overloaded
 from treewire import __version__, wire
 from treewire.errors import InvalidRequest, Overloaded, Unsupported
+from treewire.kv.pages import KvExhausted
 from treewire.runtime.engine_thread import EngineThread
 from treewire.runtime.metrics import DraftMetrics
 from treewire.v1 import draft_pb2, draft_pb2_grpc, tree_pb2
@@ -49,9 +50,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         session = await self._opened(requests)
         self._admit(session)
         try:
-            await self._thread.call(
-                partial(self._step.engine.start, session.id, session.opening.prompt, session.opening.sampling)
-            )
+            await self._call(partial(self._step.engine.start, session.id, session.opening.prompt, session.opening.sampling))
             yield draft_pb2.DraftResponse(accepted_open=limits(self._step.engine.drafter, session.opening))
             async for request in requests:
                 if request.WhichOneof("event") == "features":
@@ -99,7 +98,14 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
             raise Unsupported("features: this drafter does not read context features", metadata={"field": "features"})
         session.waiting.append(session.features_from_message(message))
         if not message.last and session.num_features <= session.length:
-            await self._thread.call(partial(engine.take_in, session.id, session.take_waiting()))
+            await self._call(partial(engine.take_in, session.id, session.take_waiting()))
+
+    async def _call(self, call: Callable[[], None]) -> None:
+        """Run it between steps. Overloaded if there is no room for what it needs."""
+        try:
+            await self._thread.call(call)
+        except KvExhausted as error:
+            raise overloaded(error) from error
 
     def _release(self, session: DraftSession) -> None:
         self._sessions.discard(session.id)

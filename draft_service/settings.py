@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from draft_service.engine import KV_PAGE_SIZE, KV_TOKENS
 from treewire.runtime.settings import Address, ServiceSettings
 
 
@@ -34,6 +35,14 @@ class DraftSettings(ServiceSettings):
         ge=1,
         le=16,
         description="Prefixes guessed from at each depth, all but one in conditional rows; recurrent drafters; unset is 4.",
+    )
+    kv_tokens: int = Field(
+        KV_TOKENS,
+        ge=16,
+        description="Token positions whose keys and values fit in memory, all sessions together; causal-lm and dflash.",
+    )
+    kv_page_size: Literal[1, 8, 16] = Field(
+        KV_PAGE_SIZE, description="Token positions in a page of KV memory; prefixes are shared by whole pages."
     )
     max_sessions: int = Field(256, ge=1, description="Sessions that may be open at once.")
     max_batch_size: int = Field(64, ge=1, description="Sessions that one step of the drafter serves.")

@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from draft_service.engine import DraftEngine, Proposal
+from draft_service.engine import DraftEngine, Proposal, SessionId
 from treewire.core.tree import Marginals
-from treewire.errors import Unavailable
+from treewire.errors import Overloaded, Unavailable
+from treewire.kv.pages import KvExhausted
+
+_KV_RETRY_SECONDS = 1.0
 
 
 class Answer(NamedTuple):
@@ -19,7 +22,10 @@ class Answer(NamedTuple):
 
 
 class Step:
-    """Runs batches of proposals through the engine. Called on the engine thread alone."""
+    """Runs batches of proposals through the engine. Called on the engine thread alone.
+
+    A session for whose commit the KV memory has no room is answered with Overloaded; the rest of its batch runs.
+    """
 
     def __init__(self, build: Callable[[], DraftEngine], clock: Callable[[], float] = time.perf_counter) -> None:
         self._build = build
@@ -37,8 +43,23 @@ class Step:
         """Build the engine."""
         self._engine = self._build()
 
-    def __call__(self, proposals: Sequence[Proposal]) -> Sequence[Answer]:
+    def __call__(self, proposals: Sequence[Proposal]) -> Sequence[Answer | Exception]:
         started = self._clock()
-        proposed = self.engine.propose(proposals)
+        proposed = self._proposed(proposals)
         seconds = self._clock() - started
-        return [Answer(marginals, seconds) for marginals in proposed]
+        return [each if isinstance(each, Exception) else Answer(each, seconds) for each in proposed]
+
+    def _proposed(self, proposals: Sequence[Proposal]) -> Sequence[Marginals | Exception]:
+        refused: dict[SessionId, Overloaded] = {}
+        while True:
+            try:
+                answered = iter(self.engine.propose([each for each in proposals if each.session not in refused]))
+            except KvExhausted as error:
+                refused[error.session] = overloaded(error)
+                continue
+            return [refused.get(each.session) or next(answered) for each in proposals]
+
+
+def overloaded(error: KvExhausted) -> Overloaded:
+    """What a caller is told whose session has no room."""
+    return Overloaded(str(error), retry_after_seconds=_KV_RETRY_SECONDS)

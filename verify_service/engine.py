@@ -20,17 +20,6 @@ class Unsupported(ValueError):
     """Something that this engine cannot do: a sampling parameter, a kind of model. The message names it."""
 
 
-class KvExhausted(RuntimeError):
-    """More KV slots are needed than are free. Raised before anything is computed or taken; nothing has changed."""
-
-    def __init__(self, session: SessionId, num_needed: int, num_free: int, num_slots: int) -> None:
-        super().__init__(f"session {session} needs {num_needed} KV slots, {num_free} of {num_slots} are free")
-        self.session = session
-        self.num_needed = num_needed
-        self.num_free = num_free
-        self.num_slots = num_slots
-
-
 class EngineLost(RuntimeError):
     """The engine can never step again: a process or a device that it needs is gone. The message says which."""
 

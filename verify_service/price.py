@@ -14,7 +14,8 @@ from treewire.core.acceptance import Acceptance
 from treewire.core.budget import PriceTable, StepPrice
 from treewire.core.sampling import Sampling
 from treewire.core.tree import DraftTree
-from verify_service.engine import KvExhausted, PrefillChunk, Scoring, SessionId, TargetEngine
+from treewire.kv.pages import KvExhausted
+from verify_service.engine import PrefillChunk, Scoring, SessionId, TargetEngine
 
 NUM_NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 BATCH_SIZES = (1, 2, 4, 8, 16)

@@ -16,10 +16,11 @@ from treewire.core.acceptance import Acceptance
 from treewire.core.budget import StepPrice
 from treewire.core.tree import Commit, DraftTree, TokenLogProbs
 from treewire.errors import InvalidRequest, Overloaded
+from treewire.kv.pages import KvExhausted
 from treewire.runtime.engine_thread import EngineThread
 from treewire.runtime.metrics import VerifyMetrics
 from treewire.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
-from verify_service.engine import KvExhausted, Posterior, PrefillChunk, Scoring, Target, Unsupported
+from verify_service.engine import Posterior, PrefillChunk, Scoring, Target, Unsupported
 from verify_service.sessions import Opening, VerifySession, fingerprint
 from verify_service.step import Answer, Step, Work
 from verify_service.structures.grammars import Grammars

@@ -11,8 +11,9 @@ from treewire.core.budget import StepPrice
 from treewire.core.sampling import Sampling
 from treewire.core.tree import DraftTree, TokenLogProbs
 from treewire.errors import Overloaded, TreewireError, Unavailable
+from treewire.kv.pages import KvExhausted
 from treewire.runtime.engine_thread import EngineDied
-from verify_service.engine import EngineLost, HasGraphs, KvExhausted, Posterior, PrefillChunk, Scoring, SessionId, TargetEngine
+from verify_service.engine import EngineLost, HasGraphs, Posterior, PrefillChunk, Scoring, SessionId, TargetEngine
 from verify_service.price import LivePrices, Measure, no_prices
 from verify_service.rules import Rule, shared_noise
 from verify_service.structures.pruning import Pruning

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from draft_service.engine import Drafter, Proposal, SessionId
+from treewire.kv.pages import KvExhausted, PagedKv, Room
 
 
 class Committed(Protocol):
@@ -55,6 +56,12 @@ def check_proposals(drafter: Drafter, sessions: Mapping[SessionId, Committed], p
         if proposal.width < 1:
             raise ValueError(f"width is {proposal.width}, it must be at least 1")
         _check_tokens(drafter, commit.token_ids)
+
+
+def check_room(kv: PagedKv, session: SessionId, room: Room, num_taken: int = 0) -> None:
+    """Raises KvExhausted unless what the session needs is free, `num_taken` slots being promised to others of its batch."""
+    if room.num_needed > room.num_free - num_taken:
+        raise KvExhausted(session, room.num_needed, room.num_free - num_taken, kv.num_slots)
 
 
 def grant(drafter: Drafter, proposal: Proposal) -> Grant:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_service.engine import Drafter
+from draft_service.engine import KV_PAGE_SIZE, KV_TOKENS, Drafter
 from draft_service.engines.feature_drafter import FeatureDrafter
 from draft_service.engines.target_tensors import TargetTensors, load_target_tensors, load_tensors
 from treewire.checkpoint import DFLASH, architecture_of, feature_projection, read_branch_weights, read_config
 from treewire.core.build import BranchWeights
+from treewire.kv.pages import PagedKv
+from treewire.kv.store import KvStore
 from treewire.vocabulary import load_tokenizer, vocabulary_hash
 
 AUTO, INT8 = "auto", "int8"
@@ -32,15 +34,20 @@ def load_feature_drafter(
     beam: int | None = None,
     num_threads: int | None = None,
     weights: BranchWeights | None = None,
-) -> FeatureDrafter[Any]:
+    kv_tokens: int = KV_TOKENS,
+    kv_page_size: int = KV_PAGE_SIZE,
+) -> FeatureDrafter:
     """The drafter of a checkpoint, DFlash or recurrent, for the target whose directory is `target`.
 
     `name` is what people read; `horizon` and `width` are cut to what the drafter has; `num_threads` is of the whole process.
     `dtype` "int8", for recurrent drafters, rounds their matrices; "auto" is that for them, and float32 for block drafters.
     `beam` is how many prefixes a recurrent drafter describes at each depth, None its default; block drafters take 1 alone.
     `weights` rank branches, in the place of those beside the checkpoint.
+    `kv_tokens` positions' keys and values fit in all sessions together, in pages of `kv_page_size`.
     Raises ValueError, with the reason, for a checkpoint that this engine does not run or that does not fit the target.
     """
+    kv = PagedKv(kv_tokens, kv_page_size)
+    store = KvStore(kv.num_slots)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     config, projection = read_config(checkpoint), feature_projection(checkpoint)
@@ -53,9 +60,9 @@ def load_feature_drafter(
     tensors = load_tensors(checkpoint, device=device, dtype=_DTYPES[dtype])
     beam = _beam(beam, is_block=is_block)
     if is_block:
-        network, own_horizon = _block_network(config, tensors, shared)
+        network, own_horizon = _block_network(config, tensors, shared, store)
     else:
-        network, own_horizon = _recurrent_network(config, tensors, shared, in_int8=dtype == INT8, beam=beam)
+        network, own_horizon = _recurrent_network(config, tensors, shared, store, in_int8=dtype == INT8, beam=beam)
     drafter = Drafter(
         engine="dflash" if is_block else "recurrent",
         model=name or checkpoint.name,
@@ -71,7 +78,7 @@ def load_feature_drafter(
         max_prefixes=(beam - 1) * (min(horizon, own_horizon) - 1),
         weights=weights or read_branch_weights(checkpoint),
     )
-    return FeatureDrafter(network, drafter)
+    return FeatureDrafter(network, drafter, kv)
 
 
 def _resolved(dtype: str, device: str, *, is_block: bool) -> str:
@@ -97,7 +104,7 @@ def _beam(beam: int | None, *, is_block: bool) -> int:
     return RECURRENT_BEAM if beam is None else beam
 
 
-def _block_network(config: Any, tensors: dict[str, Tensor], shared: TargetTensors) -> tuple[Any, int]:
+def _block_network(config: Any, tensors: dict[str, Tensor], shared: TargetTensors, store: KvStore) -> tuple[Any, int]:
     from draft_service.engines.dflash.model import DFlashConfig, DFlashDrafter
     from draft_service.engines.dflash.network import BlockNetwork
 
@@ -106,11 +113,11 @@ def _block_network(config: Any, tensors: dict[str, Tensor], shared: TargetTensor
         raise ValueError(f"mask token is {shape.mask_token_id}, the target has tokens up to {len(shared.embedding) - 1}")
     with torch.device("meta"):
         model = DFlashDrafter(shape, shared.embedding, shared.head)
-    return BlockNetwork(_filled(model, tensors)), shape.horizon
+    return BlockNetwork(_filled(model, tensors), store), shape.horizon
 
 
 def _recurrent_network(
-    config: Any, tensors: dict[str, Tensor], shared: TargetTensors, *, in_int8: bool, beam: int
+    config: Any, tensors: dict[str, Tensor], shared: TargetTensors, store: KvStore, *, in_int8: bool, beam: int
 ) -> tuple[Any, int]:
     from draft_service.engines.recurrent.model import RecurrentConfig, RecurrentDrafter
     from draft_service.engines.recurrent.network import RecurrentNetwork
@@ -119,7 +126,7 @@ def _recurrent_network(
     tensors["candidate_ids"] = tensors["candidate_ids"].long()
     model = RecurrentDrafter(shape, shared.embedding, shared.head, tensors["candidate_ids"])
     filled = _filled(model, tensors)
-    return RecurrentNetwork(filled.for_drafting() if in_int8 else filled, beam=beam), shape.horizon
+    return RecurrentNetwork(filled.for_drafting() if in_int8 else filled, store, beam=beam), shape.horizon
 
 
 def _filled(model: Any, tensors: dict[str, Tensor]) -> Any:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from draft_service.engine import FeatureReader, Proposal
+from draft_service.engine import KV_PAGE_SIZE, FeatureReader, Proposal
 from draft_service.engines.checkpoints import load_feature_drafter
 from draft_service.engines.feature_drafter import FeatureDrafter
 from draft_service.engines.ngram import NgramDrafter
@@ -29,6 +29,7 @@ from treewire.core.build import BranchWeights, perturb
 from treewire.core.noise import noise_row
 from treewire.core.sampling import Sampling
 from treewire.core.tree import Commit, Marginals
+from treewire.kv.pages import KvExhausted, PagedKv
 
 SAVED: dict[str, Callable[..., Path]] = {"dflash": save_dflash, "recurrent": save_recurrent}
 TEXT = [5 + number * 7 % 90 for number in range(60)]
@@ -36,21 +37,24 @@ FEATURES: NDArray[np.float32] = np.random.default_rng(0).standard_normal((60, HI
 
 
 @pytest.fixture(params=SAVED)
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> FeatureDrafter[Any]:
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> FeatureDrafter:
     """An engine of each kind with random weights."""
     return load_feature_drafter(SAVED[request.param](tmp_path / "drafter"), save_tiny_model(tmp_path / "target", "llama"))
 
 
-def propose(
-    engine: FeatureDrafter[Any], session: int, length: int, known: int, *, width: int = 8, horizon: int = 64
-) -> Proposal:
+def without_pages_of(engine: FeatureDrafter, kv_tokens: int = 512) -> FeatureDrafter:
+    """The same network with an empty memory, over the same store."""
+    return FeatureDrafter(engine._network, engine.drafter, PagedKv(kv_tokens, KV_PAGE_SIZE))
+
+
+def propose(engine: FeatureDrafter, session: int, length: int, known: int, *, width: int = 8, horizon: int = 64) -> Proposal:
     """A proposal after the first `length` tokens of the text, with the features from `known` on."""
     features = FEATURES[known : length - 1]
     committed = len(engine._sessions[session].token_ids)
     return Proposal(session, Commit(tuple(TEXT[committed:length]), length), horizon, width, features)
 
 
-def start(engine: FeatureDrafter[Any], session: int, length: int, sampling: Sampling | None = None) -> None:
+def start(engine: FeatureDrafter, session: int, length: int, sampling: Sampling | None = None) -> None:
     """A session of the first `length` tokens of the text."""
     engine.start(session, TEXT[:length], sampling or Sampling())
 
@@ -61,24 +65,73 @@ def check_same(first: Marginals, second: Marginals) -> None:
     np.testing.assert_array_equal(first.token_ids[:, 0], second.token_ids[:, 0])
 
 
-def test_chunks_change_nothing(engine: FeatureDrafter[Any]) -> None:
+def test_chunks_change_nothing(engine: FeatureDrafter) -> None:
     """Features in chunks ahead of the commit, in one piece with it, or round by round: the same guesses, each position once."""
     start(engine, 1, 30)
     (whole,) = engine.propose([propose(engine, 1, 41, 0)])
-    start(engine, 2, 40)
+    in_chunks = without_pages_of(engine)
+    start(in_chunks, 2, 40)
     for first in range(0, 40, 16):
-        engine.take_in(2, FEATURES[first : min(first + 16, 40)])
-    (chunked,) = engine.propose([propose(engine, 2, 41, 40)])
-    start(engine, 3, 30)
+        in_chunks.take_in(2, FEATURES[first : min(first + 16, 40)])
+    (chunked,) = in_chunks.propose([propose(in_chunks, 2, 41, 40)])
+    by_round = without_pages_of(engine)
+    start(by_round, 3, 30)
     for length, known in ((31, 0), (34, 30), (35, 33)):
-        engine.propose([propose(engine, 3, length, known)])
-    (stepped,) = engine.propose([propose(engine, 3, 41, 34)])
+        by_round.propose([propose(by_round, 3, length, known)])
+    (stepped,) = by_round.propose([propose(by_round, 3, 41, 34)])
     check_same(whole, chunked)
     check_same(whole, stepped)
-    assert engine.positions_computed == 3 * 40
+    assert [each.positions_computed for each in (engine, in_chunks, by_round)] == [40, 40, 40]
 
 
-def test_batch_changes_nothing(engine: FeatureDrafter[Any]) -> None:
+@pytest.mark.parametrize("chunk", [40, 7])
+def test_equal_features_are_computed_once(chunk: int, engine: FeatureDrafter) -> None:
+    """A session whose tokens and features equal another's, bit for bit, has its full pages; one with others has none."""
+    start(engine, 1, 40)
+    (first,) = engine.propose([propose(engine, 1, 41, 0)])
+    held, computed = engine.num_free_slots, engine.positions_computed
+    start(engine, 2, 40)
+    for known in range(0, 40, chunk):
+        engine.take_in(2, FEATURES[known : min(known + chunk, 40)])
+    (again,) = engine.propose([propose(engine, 2, 41, 40)])
+    check_same(first, again)
+    assert held - engine.num_free_slots == KV_PAGE_SIZE
+    if chunk == 40:
+        assert engine.positions_computed - computed == 40 % KV_PAGE_SIZE
+    nearly = FEATURES.copy()
+    nearly[0, 0] = np.nextafter(nearly[0, 0], np.float32(9))
+    start(engine, 3, 40)
+    before, computed = engine.num_free_slots, engine.positions_computed
+    engine.take_in(3, nearly[:40])
+    assert (engine.num_free_slots, engine.positions_computed - computed) == (before, 40)
+
+
+def test_sessions_without_room_are_refused_and_named(engine: FeatureDrafter) -> None:
+    """A start without room for its prompt, a proposal without room for its commit: nothing has changed, others go on."""
+    engine = without_pages_of(engine, kv_tokens=96)
+    start(engine, 1, 32)
+    start(engine, 2, 16)
+    with pytest.raises(KvExhausted, match="session 3 needs 64 KV slots, 48 of 96 are free"):
+        start(engine, 3, 50)
+    assert engine.num_sessions == 2
+    for session, length, known in ((1, 33, 0), (2, 17, 0)):
+        engine.propose([propose(engine, session, length, known)])
+    engine.propose([propose(engine, 1, 59, 32)])
+    batch = [propose(engine, 1, 60, 58), propose(engine, 2, 50, 16)]
+    with pytest.raises(KvExhausted, match="session 2 needs 48 KV slots, 32 of 96 are free"):
+        engine.propose(batch)
+    (alone,) = engine.propose(batch[:1])
+    assert alone.num_depths == engine.drafter.horizon
+    engine.release(1)
+    (later,) = engine.propose(batch[1:])
+    fresh = without_pages_of(engine)
+    start(fresh, 2, 16)
+    check_same(later, fresh.propose([propose(fresh, 2, 50, 0)])[0])
+    engine.release(2)
+    assert engine.num_free_slots == 96
+
+
+def test_batch_changes_nothing(engine: FeatureDrafter) -> None:
     """Sessions of other lengths, temperatures and depths in one batch: each gets what it gets alone."""
     samplings = [Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, seed=4)]
     lengths, horizons = [12, 31, 50], [64, 1, 3]
@@ -96,7 +149,7 @@ def test_batch_changes_nothing(engine: FeatureDrafter[Any]) -> None:
     assert [each.num_depths for each in together] == [engine.drafter.horizon, 1, min(3, engine.drafter.horizon)]
 
 
-def test_guesses_depend_on_features_and_on_the_bonus_token(engine: FeatureDrafter[Any]) -> None:
+def test_guesses_depend_on_features_and_on_the_bonus_token(engine: FeatureDrafter) -> None:
     """Other features, or another last token, give other guesses."""
     start(engine, 1, 20)
     (first,) = engine.propose([Proposal(1, Commit((7,), 21), 4, 8, FEATURES[:20])])
@@ -108,7 +161,7 @@ def test_guesses_depend_on_features_and_on_the_bonus_token(engine: FeatureDrafte
     assert not np.allclose(first.log_probs, other_features.log_probs, atol=1e-3)
 
 
-def test_missing_and_wrong_features_are_refused(engine: FeatureDrafter[Any]) -> None:
+def test_missing_and_wrong_features_are_refused(engine: FeatureDrafter) -> None:
     """With the counts; nothing changes, and the right ones are taken afterwards."""
     start(engine, 1, 20)
     with pytest.raises(ValueError, match="features of 19 positions, a sequence of 21 tokens needs them of 20"):
@@ -124,7 +177,7 @@ def test_missing_and_wrong_features_are_refused(engine: FeatureDrafter[Any]) -> 
     assert engine.num_sessions == 0
 
 
-def test_only_these_engines_read_features(engine: FeatureDrafter[Any]) -> None:
+def test_only_these_engines_read_features(engine: FeatureDrafter) -> None:
     """The service tells by the engine's own methods."""
     assert isinstance(engine, FeatureReader)
     assert engine.drafter.needs_features
@@ -304,7 +357,7 @@ def test_embedding_and_head_are_the_targets(tied: bool, tmp_path: Path) -> None:
     check_same(whole, parts)
 
 
-def _guess(engine: FeatureDrafter[Any]) -> Sequence[Marginals]:
+def _guess(engine: FeatureDrafter) -> Sequence[Marginals]:
     start(engine, 1, 20)
     return engine.propose([propose(engine, 1, 21, 0)])
 
@@ -314,12 +367,12 @@ SAMPLINGS = [Sampling(), Sampling(temperature=0.9, seed=5)]
 
 
 @pytest.fixture
-def beamed(tmp_path: Path) -> FeatureDrafter[Any]:
+def beamed(tmp_path: Path) -> FeatureDrafter:
     """A recurrent drafter that describes BEAM prefixes at each depth."""
     return load_feature_drafter(save_recurrent(tmp_path / "drafter"), save_tiny_model(tmp_path / "target", "llama"), beam=BEAM)
 
 
-def beam_proposal(engine: FeatureDrafter[Any], session: int, length: int, known: int, **options: Any) -> Proposal:
+def beam_proposal(engine: FeatureDrafter, session: int, length: int, known: int, **options: Any) -> Proposal:
     """A proposal whose answer may have conditional rows."""
     return replace(propose(engine, session, length, known, **options), takes_conditional=True)
 
@@ -332,7 +385,7 @@ def rows_of(marginals: Marginals) -> dict[tuple[int, ...], tuple[NDArray[np.int3
     }
 
 
-def test_conditional_rows_are_those_of_a_beam_search(beamed: FeatureDrafter[Any]) -> None:
+def test_conditional_rows_are_those_of_a_beam_search(beamed: FeatureDrafter) -> None:
     """Prefixes and their rows equal those of the beam search that training evaluates with."""
     start(beamed, 1, 20)
     (marginals,) = beamed.propose([beam_proposal(beamed, 1, 21, 0)])
@@ -356,7 +409,7 @@ def test_conditional_rows_are_those_of_a_beam_search(beamed: FeatureDrafter[Any]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_prefixes_are_those_that_trees_are_made_of(sampling: Sampling, beamed: FeatureDrafter[Any]) -> None:
+def test_prefixes_are_those_that_trees_are_made_of(sampling: Sampling, beamed: FeatureDrafter) -> None:
     """At each depth the described prefixes have the highest branch scores among the children of those described before."""
     start(beamed, 1, 20, sampling)
     (marginals,) = beamed.propose([beam_proposal(beamed, 1, 21, 0)])
@@ -382,7 +435,7 @@ def test_prefixes_are_those_that_trees_are_made_of(sampling: Sampling, beamed: F
         assert {path for path in conditional if len(path) == depth} == set(others)
 
 
-def test_beams_change_nothing_in_a_batch_or_for_others(beamed: FeatureDrafter[Any]) -> None:
+def test_beams_change_nothing_in_a_batch_or_for_others(beamed: FeatureDrafter) -> None:
     """Sessions with and without conditional rows together: each gets what it gets alone, and again in the next round."""
     samplings = [*SAMPLINGS, Sampling(temperature=1.2, seed=6)]
     takes = [True, True, False]
@@ -415,7 +468,7 @@ def test_beams_change_nothing_in_a_batch_or_for_others(beamed: FeatureDrafter[An
             assert bool(first.prefixes) == takes[session]
 
 
-def test_chains_and_single_depths_have_no_conditional_rows(beamed: FeatureDrafter[Any]) -> None:
+def test_chains_and_single_depths_have_no_conditional_rows(beamed: FeatureDrafter) -> None:
     """One token a row leaves one prefix a depth; one depth is that of the root's children alone."""
     start(beamed, 1, 20)
     (chain,) = beamed.propose([beam_proposal(beamed, 1, 21, 0, width=1)])

@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from verify_service.kv.pages import PAGE_SIZES, PagedKv
-from verify_service.kv.rows import SessionRows
+from treewire.kv.pages import PAGE_SIZES, PagedKv
+from treewire.kv.rows import SessionRows
 
 NUM_TOKENS = 96
 LARGEST_TREE = 7
@@ -72,7 +72,7 @@ class PagedSessions(RuleBasedStateMachine):
         chunk = session.prompt[start : start + size]
         if not chunk:
             return
-        self._write(session.rows.next_prompt_slots(len(chunk)), [session.prompt[: start + i + 1] for i in range(len(chunk))])
+        self._write(session.rows.next_slots(len(chunk)), [session.prompt[: start + i + 1] for i in range(len(chunk))])
         session.rows.commit_chunk(chunk)
         session.committed += chunk
 
@@ -82,7 +82,7 @@ class PagedSessions(RuleBasedStateMachine):
         rows = session.rows
         if rows.awaits_keep or not rows.prefill_is_complete:
             return
-        room = rows.room_for_tree(len(nodes))
+        room = rows.room_for(len(nodes))
         if room.num_needed > room.num_free:
             return
         session.tree_slots = rows.take_tree_slots(len(nodes)).tolist()
@@ -287,7 +287,7 @@ def _run_rounds(kv: PagedKv, rng: random.Random, num_rounds: int) -> None:
             if room.num_needed <= room.num_free:
                 sessions.append(filled(kv, prompt))
         rows = rng.choice(sessions)
-        if (room := rows.room_for_tree(9)).num_needed <= room.num_free:
+        if (room := rows.room_for(9)).num_needed <= room.num_free:
             rows.take_tree_slots(9)
             nodes = (0, *sorted(rng.sample(range(1, 9), rng.randrange(4))))
             rows.keep(nodes, [rng.randrange(3) for _ in nodes])

@@ -16,7 +16,8 @@ from treewire.core.processing import choose, process
 from treewire.core.sampling import Sampling
 from treewire.core.simulated import Prefix, SimulatedDeath, SimulatedModel
 from treewire.core.tree import DraftTree
-from verify_service.engine import KvExhausted, Posterior, PrefillChunk, Scoring
+from treewire.kv.pages import KvExhausted
+from verify_service.engine import Posterior, PrefillChunk, Scoring
 from verify_service.engines.simulated import SimulatedTarget, TargetFaults
 
 PROMPT = (300, 400, 500, 600)

@@ -19,10 +19,10 @@ from treewire.core.noise import hashed_seed, noise_integers, noise_integers_of
 from treewire.core.sampling import Sampling
 from treewire.core.tree import DraftTree
 from treewire.core.visibility import visibility as core_visibility
+from treewire.kv.store import LayerKv
 from verify_service.engine import Scoring, Unsupported
 from verify_service.engines.transformers import TransformersTarget
 from verify_service.engines.transformers.static_step import visibility
-from verify_service.kv.store import LayerKv
 
 SIZES: dict[str, Any] = {"max_tree_nodes": 24, "max_context": 96, "kv_tokens": 1024}
 
@@ -79,7 +79,7 @@ def test_what_memory_held_before_is_in_no_answer(folder: Path, tmp_path: Path, m
     def full_of_nan(num_slots: int, keys: torch.Tensor, values: torch.Tensor) -> LayerKv:
         return LayerKv(*(rows.new_full((num_slots, *rows.shape[1:]), torch.nan) for rows in (keys, values)))
 
-    monkeypatch.setattr("verify_service.kv.store._make_layer", full_of_nan)
+    monkeypatch.setattr("treewire.kv.store._make_layer", full_of_nan)
     check_same(rounds(static(folder, **options)), expected)
 
 

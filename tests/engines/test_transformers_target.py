@@ -37,9 +37,10 @@ from treewire.core.noise import noise_row
 from treewire.core.processing import choose as core_choose
 from treewire.core.processing import process
 from treewire.core.tree import DraftTree
+from treewire.kv.pages import KvExhausted
 from treewire.vocabulary import load_tokenizer, simulated_tokenizer, vocabulary_hash
 from treewire.weights import resolve
-from verify_service.engine import KvExhausted, PrefillChunk, Scoring, Target, Unsupported
+from verify_service.engine import PrefillChunk, Scoring, Target, Unsupported
 from verify_service.engines.transformers import TransformersTarget
 
 KV_TOKENS = 1024

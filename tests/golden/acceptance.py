@@ -72,7 +72,7 @@ def acceptance_length(
     return num_tokens / num_rounds
 
 
-def _gains(engine: FeatureDrafter[Any], text: list[int], features: Tensor, budget: int) -> list[int]:
+def _gains(engine: FeatureDrafter, text: list[int], features: Tensor, budget: int) -> list[int]:
     """Tokens gained in each round of a text, as far as every tree has its full depth to prove itself."""
     engine.start(1, text[:PROMPT_LENGTH], Sampling())
     committed, known, gains = PROMPT_LENGTH + 1, 0, []

@@ -16,13 +16,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from draft_service.engine import Proposal
+from draft_service.engine import KV_PAGE_SIZE, KV_TOKENS, Proposal
 from draft_service.engines.checkpoints import load_feature_drafter
 from draft_service.engines.feature_drafter import FeatureDrafter
 from treewire.checkpoint import read_config, tapped_layers_of
 from treewire.core.build import build_tree
 from treewire.core.sampling import Sampling
 from treewire.core.tree import Commit, Marginals
+from treewire.kv.pages import PagedKv
 from treewire.weights import DEFAULT_MODEL, resolve, resolve_drafter
 from verify_service.engines.features import FeatureTaps
 
@@ -103,13 +104,13 @@ def load_expected() -> Reading:
     return Reading(noted["lengths"], tuple(noted["log_probs"]))
 
 
-def load_drafter(dtype: str = "float32") -> FeatureDrafter[Any]:
+def load_drafter(dtype: str = "float32") -> FeatureDrafter:
     """The shipped drafter, its embedding and head the default target's."""
     return load_feature_drafter(resolve_drafter(DEFAULT_MODEL), resolve(DEFAULT_MODEL, quiet=True), dtype=dtype)
 
 
 def read_drafter(
-    engine: FeatureDrafter[Any],
+    engine: FeatureDrafter,
     trace: Trace,
     *,
     rules: Sequence[str] = RULES,
@@ -140,12 +141,12 @@ def read_drafter(
 
 
 def _guesses(
-    engine: FeatureDrafter[Any], trace: Trace, features: Sequence[Tensor], *, takes_conditional: bool
+    engine: FeatureDrafter, trace: Trace, features: Sequence[Tensor], *, takes_conditional: bool
 ) -> list[list[Marginals]]:
-    """What the drafter says after each token of each answer but the last."""
+    """What the drafter says after each token of each answer but the last, without pages of an earlier reading."""
+    engine = FeatureDrafter(engine._network, engine.drafter, PagedKv(KV_TOKENS, KV_PAGE_SIZE))
     guesses: list[list[Marginals]] = [[] for _ in trace.texts]
     for number, text in enumerate(trace.texts):
-        engine.release(number)
         engine.start(number, text.token_ids[: text.prompt_length].tolist(), Sampling())
     for step in range(max(len(text.answer) for text in trace.texts) - 1):
         going = [number for number, text in enumerate(trace.texts) if step < len(text.answer) - 1]

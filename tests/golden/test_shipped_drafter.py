@@ -61,7 +61,7 @@ def expected() -> Reading:
 
 
 @pytest.fixture(scope="module")
-def engine() -> FeatureDrafter[Any]:
+def engine() -> FeatureDrafter:
     """The shipped drafter in float32."""
     return load_drafter()
 
@@ -87,7 +87,7 @@ def test_the_shipped_weights_were_recorded(trace: Trace) -> None:
     assert TRACE.stat().st_size < MAX_TRACE_BYTES
 
 
-def test_acceptance_is_as_recorded(engine: FeatureDrafter[Any], trace: Trace, expected: Reading) -> None:
+def test_acceptance_is_as_recorded(engine: FeatureDrafter, trace: Trace, expected: Reading) -> None:
     """As chain and as trees, of marginals by depth and of conditional ones: the tokens a round that were recorded."""
     reading = read_drafter(engine, trace)
     assert reading.lengths == pytest.approx(expected.lengths, abs=TOLERANCE)
@@ -123,7 +123,7 @@ def test_taps_are_those_of_the_target(trace: Trace, hidden_states: list[tuple[Te
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_tap_off_by_one_is_caught(
-    shift: int, engine: FeatureDrafter[Any], trace: Trace, expected: Reading, hidden_states: list[tuple[Tensor, ...]]
+    shift: int, engine: FeatureDrafter, trace: Trace, expected: Reading, hidden_states: list[tuple[Tensor, ...]]
 ) -> None:
     """Reading what goes into a tapped layer, or what comes out of the one behind it."""
 
@@ -144,12 +144,12 @@ def check_caught(reading: Reading, expected: Reading) -> None:
     assert reading.lengths[RULE] < expected.lengths[RULE] - LEAST_DAMAGE
 
 
-def test_taps_in_another_order_are_caught(engine: FeatureDrafter[Any], trace: Trace, expected: Reading) -> None:
+def test_taps_in_another_order_are_caught(engine: FeatureDrafter, trace: Trace, expected: Reading) -> None:
     """The right layers, concatenated in the wrong order."""
     check_caught(read_drafter(engine, trace, rules=(RULE,), taps=lambda text: text.taps.flip(0)), expected)
 
 
-def test_features_of_the_wrong_positions_are_caught(engine: FeatureDrafter[Any], trace: Trace, expected: Reading) -> None:
+def test_features_of_the_wrong_positions_are_caught(engine: FeatureDrafter, trace: Trace, expected: Reading) -> None:
     """Each position given the features of the one before it."""
     check_caught(read_drafter(engine, trace, rules=(RULE,), features=lambda rows: torch.roll(rows, 1, dims=0)), expected)
 
@@ -160,7 +160,7 @@ def instead_of_the_anchor(beam: Any) -> list[int]:
 
 
 def test_wrong_anchor_token_is_caught(
-    engine: FeatureDrafter[Any], trace: Trace, expected: Reading, monkeypatch: pytest.MonkeyPatch
+    engine: FeatureDrafter, trace: Trace, expected: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The root's row made of another token than the bonus token."""
     monkeypatch.setattr(network._Beam, "token_ids", property(instead_of_the_anchor))
@@ -168,7 +168,7 @@ def test_wrong_anchor_token_is_caught(
 
 
 def test_missing_embedding_is_caught(
-    engine: FeatureDrafter[Any], trace: Trace, expected: Reading, monkeypatch: pytest.MonkeyPatch
+    engine: FeatureDrafter, trace: Trace, expected: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of features alone: the embedding of the anchor, as of every other token, is not in them."""
     monkeypatch.setattr(RecurrentDrafter, "rows", lambda drafter, token_ids, features: drafter.carry(features))
@@ -176,7 +176,7 @@ def test_missing_embedding_is_caught(
 
 
 def test_carried_output_without_its_norm_is_caught(
-    engine: FeatureDrafter[Any], trace: Trace, expected: Reading, monkeypatch: pytest.MonkeyPatch
+    engine: FeatureDrafter, trace: Trace, expected: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A drafted position given the raw output that guessed it."""
     monkeypatch.setattr(RecurrentDrafter, "carried", lambda drafter, outputs: outputs)
@@ -184,7 +184,7 @@ def test_carried_output_without_its_norm_is_caught(
 
 
 @pytest.mark.parametrize("mistake", ["random", "permuted", "first rows"])
-def test_wrong_head_is_caught(mistake: str, engine: FeatureDrafter[Any], trace: Trace, expected: Reading) -> None:
+def test_wrong_head_is_caught(mistake: str, engine: FeatureDrafter, trace: Trace, expected: Reading) -> None:
     """Logits by another matrix than the candidates' rows of the target's head: not shared, in another order, not selected."""
     drafter = engine._network._model
     generator = torch.Generator().manual_seed(0)
@@ -198,7 +198,7 @@ def test_wrong_head_is_caught(mistake: str, engine: FeatureDrafter[Any], trace: 
         check_caught(read_drafter(engine, trace, rules=(RULE,)), expected)
 
 
-def test_candidates_taken_for_token_ids_are_caught(engine: FeatureDrafter[Any], trace: Trace, expected: Reading) -> None:
+def test_candidates_taken_for_token_ids_are_caught(engine: FeatureDrafter, trace: Trace, expected: Reading) -> None:
     """A guess named by its place among the candidates."""
     candidate_ids = engine._network._model.candidate_ids
     with overwritten(candidate_ids, torch.arange(len(candidate_ids))):
@@ -227,7 +227,7 @@ def overwritten(tensor: Tensor, wrong: Tensor) -> Iterator[None]:
 def test_wrong_positions_are_caught(
     name: str,
     position: Callable[[Any], int],
-    engine: FeatureDrafter[Any],
+    engine: FeatureDrafter,
     trace: Trace,
     expected: Reading,
     monkeypatch: pytest.MonkeyPatch,

@@ -29,6 +29,8 @@ from treewire import wire
 from treewire.core.acceptance import Acceptance
 from treewire.core.sampling import Sampling
 from treewire.core.tree import DraftTree
+from treewire.kv.pages import PagedKv
+from treewire.kv.store import KvStore
 from treewire.v1 import tree_pb2, verify_pb2, verify_pb2_grpc
 from verify_service.attention.tree_attention import TreeAttention, double_core, fused_core
 from verify_service.engine import Posterior, PrefillChunk, Scoring, Target
@@ -39,8 +41,6 @@ from verify_service.engines.transformers.lean import PRECISIONS, LeanForward
 from verify_service.engines.transformers.parts import Part
 from verify_service.engines.transformers.runner import LocalRunner, Runner
 from verify_service.engines.transformers.static_step import NUM_NODES, StaticRunner
-from verify_service.kv.pages import PagedKv
-from verify_service.kv.store import KvStore
 
 _BATCH_SIZES = (1, 8)
 _MEMORY_BOUND = 1.25  # a step that takes more than this times plain decoding's is no longer bound by reading the weights

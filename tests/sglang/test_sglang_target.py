@@ -27,7 +27,8 @@ from treewire.core.noise import noise_row
 from treewire.core.processing import choose as core_choose
 from treewire.core.processing import process
 from treewire.core.tree import DraftTree
-from verify_service.engine import KvExhausted, PrefillChunk, Scoring
+from treewire.kv.pages import KvExhausted
+from verify_service.engine import PrefillChunk, Scoring
 from verify_service.engines.sglang import SglangTarget
 
 _TOLERANCE = {"atol": 2e-4, "rtol": 1e-4}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import pytest
 
+from draft_service.engines.causal_lm import CausalLMDrafter
 from draft_service.engines.simulated import SimulatedDrafter
+from tests.engines.tiny_models import save_tiny_model
 from tests.system.local_stack import MODEL, local_stack
 from tests.system.test_failures import eventually
 from treewire.errors import Overloaded
@@ -46,3 +49,18 @@ async def test_deadline_that_cannot_be_met_is_refused_while_it_is_far() -> None:
         with pytest.raises(Overloaded, match=r"s of waiting are ahead, the deadline is in 0\."):
             await client.generate("go on", max_tokens=1, deadline_seconds=0.3)
         assert [len((await each).token_ids) for each in crowd] == [100] * 5
+
+
+async def test_drafter_without_room_costs_nothing_but_speed(tmp_path: Path) -> None:
+    """Generations that outgrow the drafter's memory go on without guesses: the same tokens, and every page is free again."""
+    path = save_tiny_model(tmp_path, "llama", vocab_size=MODEL.vocabulary_size)
+    drafter = CausalLMDrafter.load(str(path), horizon=4, width=8, kv_tokens=96)
+    texts = ["tell me about trees", "tell me about roots"]
+    async with local_stack(drafter=drafter) as stack, stack.client() as client:
+        plain = [await client.generate(text, max_tokens=60, ignore_end=True, budget=0) for text in texts]
+        drafted = await asyncio.gather(*(client.generate(text, max_tokens=60, ignore_end=True, budget=12) for text in texts))
+        await eventually(lambda: drafter.num_sessions == 0)
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    assert any(each.statistics.lone_roots > 5 for each in drafted)
+    assert all(each.statistics.draft_tokens > 0 for each in drafted)
+    assert drafter.num_free_slots == 96

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from treewire.kv.store import KvStore
 from verify_service.attention.layout import Group, StepLayout
-from verify_service.kv.store import KvStore
 
 
 class LayerCall(NamedTuple):

@@ -18,8 +18,9 @@ from treewire.core.processing import allow_only, choose, process
 from treewire.core.sampling import Sampling
 from treewire.core.simulated import Prefix, SimulatedDeath, SimulatedModel
 from treewire.core.tree import DraftTree
+from treewire.kv.pages import KvExhausted, PagedKv, Room
+from treewire.kv.rows import SessionRows
 from verify_service.engine import (
-    KvExhausted,
     Masks,
     NodeProbabilities,
     Posterior,
@@ -30,8 +31,6 @@ from verify_service.engine import (
     Unsupported,
 )
 from verify_service.engines.admission import check_chunk, check_open, check_tree
-from verify_service.kv.pages import PagedKv, Room
-from verify_service.kv.rows import SessionRows
 
 _NUM_NOISE_ROWS = 1024
 
@@ -232,7 +231,7 @@ class SimulatedTarget:
             seen.add(item.session)
             self._opened(item.session).check(item, self._target)
             if isinstance(item, Scoring):
-                room = self._sessions[item.session].rows.room_for_tree(len(item.tree))
+                room = self._sessions[item.session].rows.room_for(len(item.tree))
                 self._check_room(item.session, Room(room.num_needed, room.num_free - num_taken))
                 num_taken += room.num_needed
 

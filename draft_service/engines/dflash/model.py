@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from torch.nn import functional
 
 from draft_service.engines.rotary import Rotary
 from treewire.checkpoint import architecture_of, tapped_layers_of
+from treewire.kv.store import KvStore
 
 _DEFAULT_BLOCK_SIZE = 16
 _HEADS_HAVE_NORMS = {"qwen3": True, "llama": False}
@@ -286,8 +287,20 @@ class DFlashDrafter(nn.Module):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
+class BlockCache(Protocol):
+    """One sequence's keys and values of committed positions in every layer; `length` counts them."""
+
+    length: int
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values [n, KV heads, D] of the first positions after `length`, which the caller moves on."""
+
+    def attend(self, layer: int, sight: Sight, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """What a block's queries [block, heads, D] attend to, of every committed position and the whole block."""
+
+
 class DFlashCache:
-    """One session's keys and values of committed positions, [2, KV heads, positions, D] for each layer."""
+    """`BlockCache` in one piece, [2, KV heads, positions, D] for each layer."""
 
     def __init__(self, config: DFlashConfig, like: Tensor | None = None) -> None:
         """An empty cache; `like` has its type and device."""
@@ -308,16 +321,46 @@ class DFlashCache:
     def attend(self, layer: int, sight: Sight, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """What a block's queries [block, heads, D] attend to, of every committed position and the whole block."""
         own = torch.stack([keys, values]).transpose(1, 2)
-        both = torch.cat([self._stored[layer][:, :, : self.length], own], dim=2)[:, None]
-        positions = torch.arange(both.shape[3], device=queries.device)
-        attended = functional.scaled_dot_product_attention(
-            queries.transpose(0, 1)[None],
-            both[0],
-            both[1],
-            attn_mask=sight.mask(positions[self.length :], positions),
-            enable_gqa=True,
-        )
-        return attended[0].transpose(0, 1)
+        return _attend_block(sight, queries, torch.cat([self._stored[layer][:, :, : self.length], own], dim=2))
+
+
+class PagedBlockCache:
+    """`BlockCache` over slots of a store, for one call.
+
+    `slots` int64 are those of the first `length` positions for `attend`, those after them for `extend`.
+    """
+
+    def __init__(self, store: KvStore, length: int, slots: Tensor) -> None:
+        self.length = length
+        self._store = store
+        self._slots = slots
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values [n, KV heads, D] into the slots."""
+        self._store.write(layer, self._slots, keys, values)
+
+    def attend(self, layer: int, sight: Sight, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """What a block's queries [block, heads, D] attend to, of every committed position and the whole block."""
+        both = keys.new_empty(2, keys.shape[1], self.length + len(keys), keys.shape[2])
+        if self.length:
+            for part, stored in zip(both, self._store.read(layer, self._slots), strict=True):
+                part[:, : self.length] = stored.transpose(0, 1)
+        both[:, :, self.length :] = torch.stack([keys, values]).transpose(1, 2)
+        return _attend_block(sight, queries, both)
+
+
+def _attend_block(sight: Sight, queries: Tensor, both: Tensor) -> Tensor:
+    """What a block's queries [block, heads, D] attend to, of keys and values [2, KV heads, positions, D] that end with its own;
+    [block, heads, D]."""
+    positions = torch.arange(both.shape[2], device=queries.device)
+    attended = functional.scaled_dot_product_attention(
+        queries.transpose(0, 1)[None],
+        both[0][None],
+        both[1][None],
+        attn_mask=sight.mask(positions[-len(queries) :], positions),
+        enable_gqa=True,
+    )
+    return attended[0].transpose(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,13 +368,13 @@ class BlockIngestion:
     """What a session commits before a draft: the fused features float [n, H] of the positions since its last draft, and the
     bonus token that follows them. The bonus token's own features do not exist yet."""
 
-    cache: DFlashCache
+    cache: BlockCache
     features: Tensor
     bonus_id: int
 
 
 @torch.inference_mode()
-def commit_features(drafter: DFlashDrafter, caches: Sequence[DFlashCache], features: Sequence[Tensor]) -> None:
+def commit_features(drafter: DFlashDrafter, caches: Sequence[BlockCache], features: Sequence[Tensor]) -> None:
     """Put the next positions' features, float [n, H] each, into the sessions' caches: the only work of a committed position."""
     counts = [len(rows) for rows in features]
     if not any(counts):

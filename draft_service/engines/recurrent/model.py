@@ -191,7 +191,7 @@ class RecurrentDrafter(nn.Module):
 
 
 class DraftCache:
-    """One session's keys and values: of its committed positions, and behind them those of the round's drafted nodes."""
+    """One sequence's keys and values in one piece: of committed positions, and behind them those of a round's drafted nodes."""
 
     def __init__(self, config: RecurrentConfig, capacity: int = 256) -> None:
         self.length = 0

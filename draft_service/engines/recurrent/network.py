@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,27 +14,24 @@ from draft_service.engines.feature_drafter import Committed, Root
 from draft_service.engines.recurrent.model import AttentionInputs, DraftCache, RecurrentDrafter
 from draft_service.engines.torch_ranking import SessionNoise, rank
 from treewire.core.tree import Marginals
+from treewire.kv.store import KvStore
 
-
-@dataclass(eq=False)
-class RecurrentState:
-    """`cache` holds the rows of all positions with features; `last_feature` [hidden] is that of the last of them."""
-
-    cache: DraftCache
-    last_feature: Tensor
+_LAYER = 0  # the only one
 
 
 class RecurrentNetwork:
     """`FeatureNetwork` over the recurrent drafter.
 
-    A committed position leaves its keys and values. A round computes the root's row, then at each depth those of the `beam`
-    likeliest prefixes there, each read back with the output that guessed it. What the best prefix of a depth says is that
-    depth's row of the marginals, an approximation beside it; what the others say are conditional rows, for sessions that take
-    them. The others draft along the best prefix alone.
+    A committed position leaves its keys and values in its slot. A round copies a session's into one piece, once, and puts its
+    drafted rows behind them. It computes the root's row, then at each depth those of the `beam` likeliest prefixes there, each
+    read back with the output that guessed it. What the best prefix of a depth says is that depth's row of the marginals, an
+    approximation beside it; what the others say are conditional rows, for sessions that take them. The others draft along the
+    best prefix alone.
     """
 
-    def __init__(self, model: RecurrentDrafter, *, beam: int = 1) -> None:
+    def __init__(self, model: RecurrentDrafter, store: KvStore, *, beam: int = 1) -> None:
         self._model = model.eval()
+        self._store = store
         self._beam = beam
 
     @property
@@ -48,36 +44,27 @@ class RecurrentNetwork:
         """The tokens it can guess."""
         return self._model.candidate_ids
 
-    def open(self) -> RecurrentState:
-        """An empty cache; position 0 has no feature before it, which counts as zeros."""
-        return RecurrentState(DraftCache(self._model.config), self._model.embedding.new_zeros(self._model.config.hidden_size))
-
     @torch.inference_mode()
-    def take_in(self, committed: Sequence[Committed[RecurrentState]]) -> None:
+    def take_in(self, committed: Sequence[Committed]) -> None:
         """Keys and values of these positions; no position attends, since none but a root's output is ever read."""
         committed = [item for item in committed if len(item.features)]
         if not committed:
             return
-        preceding = [torch.cat([item.state.last_feature[None], item.features[:-1]]) for item in committed]
+        preceding = [torch.cat([item.preceding_feature[None], item.features[:-1]]) for item in committed]
         token_ids = torch.tensor([token_id for item in committed for token_id in item.token_ids], device=self.device)
-        counts = [len(item.features) for item in committed]
         inputs = self._inputs(
             self._model.rows(token_ids, torch.cat(preceding)),
-            [position for item in committed for position in range(item.state.cache.length, _stop(item))],
+            [item.position + index for item in committed for index in range(len(item.features))],
         )
-        for item, keys, values in zip(
-            committed, torch.split(inputs.keys, counts), torch.split(inputs.values, counts), strict=True
-        ):
-            item.state.cache.write(item.state.cache.length, keys, values)
-            item.state.cache.length = _stop(item)
-            item.state.last_feature = item.features[-1]
+        slots = torch.from_numpy(np.concatenate([item.slots for item in committed]))
+        self._store.write(_LAYER, slots.to(self.device), inputs.keys, inputs.values)
 
     @torch.inference_mode()
-    def draft(self, roots: Sequence[Root[RecurrentState]]) -> Sequence[Marginals]:
+    def draft(self, roots: Sequence[Root]) -> Sequence[Marginals]:
         """Rows for each depth and, where they are taken, for prefixes; sessions that want fewer depths drop out early."""
-        beams = [_Beam(root, self._beam if root.takes_conditional else 1) for root in roots]
+        beams = [self._begun(root) for root in roots]
         going = [beam for beam in beams if beam.is_going]
-        carried = torch.stack([beam.root.state.last_feature for beam in going]) if going else None
+        carried = torch.stack([beam.root.last_feature for beam in going]) if going else None
         while carried is not None:
             outputs = self._outputs(going, carried)
             rows, first = self._rows(going, outputs), 0
@@ -89,6 +76,14 @@ class RecurrentNetwork:
             going = [beam for beam in going if beam.is_going]
             carried = self._model.carried(outputs[parents]) if going else None
         return [beam.marginals() for beam in beams]
+
+    def _begun(self, root: Root) -> _Beam:
+        """A round's beam, with a copy of what the root sees and room for all rows that are drafted."""
+        size = self._beam if root.takes_conditional else 1
+        cache = DraftCache(self._model.config, capacity=len(root.slots) + 1 + size * max(0, root.depths - 1))
+        if len(root.slots):
+            cache.write(0, *self._store.read(_LAYER, torch.from_numpy(root.slots).to(self.device)))
+        return _Beam(root, size, cache)
 
     def _outputs(self, beams: Sequence[_Beam], carried: Tensor) -> Tensor:
         """The layer's output of each beam's newest prefixes, one after the other; their keys and values go behind what its
@@ -137,11 +132,11 @@ class _Rows(NamedTuple):
 class _Beam:
     """One session's likeliest prefixes while they are drafted; the newest are all of one depth, the best first.
 
-    Drafted rows lie behind the session's committed ones, the root's first, in the order in which they were computed.
+    In `cache` drafted rows lie behind the session's committed ones, the root's first, in the order in which they are computed.
     """
 
-    def __init__(self, root: Root[RecurrentState], size: int) -> None:
-        self.root, self._size = root, size
+    def __init__(self, root: Root, size: int, cache: DraftCache) -> None:
+        self.root, self._size, self._cache = root, size, cache
         self.paths: list[tuple[int, ...]] = [()]
         self._scores = np.zeros(1)
         self._visible = torch.ones(1, root.position + 1, dtype=torch.bool)
@@ -164,9 +159,8 @@ class _Beam:
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """What the newest prefixes attend to: the committed positions, their own path and themselves."""
-        cache = self.root.state.cache
-        cache.write(self._visible.shape[1] - len(keys), keys, values)
-        return cache.attend(queries, self._visible)
+        self._cache.write(self._visible.shape[1] - len(keys), keys, values)
+        return self._cache.attend(queries, self._visible)
 
     def descend(self, rows: _Rows) -> list[int]:
         """Note what follows the newest prefixes, and make the likeliest of their children the newest; the parent of each,
@@ -209,7 +203,3 @@ def _noise_of(noise: SessionNoise, position: int, candidates: Tensor) -> Tensor:
     """Noise of some candidates, zeros without any."""
     row = noise.at(position)
     return torch.zeros(len(candidates), device=candidates.device) if row is None else row.to(candidates.device)[candidates]
-
-
-def _stop(committed: Committed[RecurrentState]) -> int:
-    return committed.state.cache.length + len(committed.features)

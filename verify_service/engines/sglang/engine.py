@@ -10,8 +10,9 @@ from treewire.checkpoint import feature_projection
 from treewire.core.acceptance import Acceptance
 from treewire.core.history import History
 from treewire.core.sampling import Sampling
+from treewire.kv.pages import KvExhausted
 from treewire.vocabulary import load_tokenizer, vocabulary_hash
-from verify_service.engine import KvExhausted, Posterior, PrefillChunk, Scoring, SessionId, Target, Unsupported
+from verify_service.engine import Posterior, PrefillChunk, Scoring, SessionId, Target, Unsupported
 from verify_service.engines.admission import check_open
 from verify_service.engines.ranks.processes import Ranks
 from verify_service.engines.ranks.questions import RankDistributions

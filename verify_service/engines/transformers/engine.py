@@ -10,15 +10,15 @@ import torch
 from treewire.core.acceptance import Acceptance
 from treewire.core.history import History
 from treewire.core.sampling import Sampling
-from verify_service.engine import KvExhausted, Posterior, PrefillChunk, Scoring, SessionId, Target, Unsupported
+from treewire.kv.pages import KvExhausted, PagedKv, Room
+from treewire.kv.rows import SessionRows
+from verify_service.engine import Posterior, PrefillChunk, Scoring, SessionId, Target, Unsupported
 from verify_service.engines.transformers.choices import WholeRows
 from verify_service.engines.transformers.lean import LeanForward
 from verify_service.engines.transformers.runner import LocalRunner, Runner
 from verify_service.engines.transformers.selection import ForwardKind, LoadedModel, load_model
 from verify_service.engines.transformers.session import Session, check_token_ids
 from verify_service.engines.transformers.static_step import GraphsMode, StaticRunner
-from verify_service.kv.pages import PagedKv, Room
-from verify_service.kv.rows import SessionRows
 
 
 class TransformersTarget:
@@ -208,7 +208,7 @@ class TransformersTarget:
             seen.add(item.session)
             self._opened(item.session).check(item, self._target)
             if isinstance(item, Scoring):
-                room = self._sessions[item.session].rows.room_for_tree(len(item.tree))
+                room = self._sessions[item.session].rows.room_for(len(item.tree))
                 self._check_room(item.session, Room(room.num_needed, room.num_free - num_taken))
                 num_taken += room.num_needed
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from treewire.kv.store import KvStore
 from verify_service.attention.layout import StepLayout
 from verify_service.attention.tree_attention import LayerCall, TreeAttention
 from verify_service.engines.features import Computed, FeatureTaps
 from verify_service.engines.transformers.attention_interface import bind
-from verify_service.kv.store import KvStore
 
 
 class TreeForward:

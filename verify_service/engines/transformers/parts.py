@@ -9,10 +9,10 @@ import torch
 from treewire.core.history import NodeHistories
 from treewire.core.sampling import Sampling
 from treewire.core.tree import DraftTree
+from treewire.kv.rows import Slots
 from verify_service.attention.layout import Segment
 from verify_service.engine import Masks, SessionId
 from verify_service.engines.transformers.segments import chain_segment, tree_segment
-from verify_service.kv.rows import Slots
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from treewire.core.tree import DraftTree
+from treewire.kv.store import KvStore
 from verify_service.attention.layout import StepLayout
 from verify_service.attention.tree_attention import LayerCall
 from verify_service.engine import Unsupported
 from verify_service.engines.transformers.forward import TreeForward
 from verify_service.engines.transformers.segments import chain_segment, tree_segment
-from verify_service.kv.store import KvStore
 
 _CONTEXT_LENGTH = 4
 _PARENTS = (-1, 0, 0, 1, 2, 1)

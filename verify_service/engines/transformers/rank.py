@@ -10,6 +10,8 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
+from treewire.kv.pages import PagedKv
+from treewire.kv.store import KvStore
 from verify_service.attention.tree_attention import TreeAttention
 from verify_service.engine import RankMemory
 from verify_service.engines.features import FeatureTaps
@@ -34,8 +36,6 @@ from verify_service.engines.transformers.tensor_parallel import (
     TensorParallelReady,
     rank_memory,
 )
-from verify_service.kv.pages import PagedKv
-from verify_service.kv.store import KvStore
 
 _LOOPBACK = "lo"
 

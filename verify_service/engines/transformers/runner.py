@@ -8,13 +8,13 @@ from typing import Protocol
 
 import torch
 
+from treewire.kv.rows import Moves
 from verify_service.attention.layout import StepLayout
 from verify_service.engine import Posterior, SessionId
 from verify_service.engines.features import Computed
 from verify_service.engines.transformers.choices import Chooser
 from verify_service.engines.transformers.parts import Part
 from verify_service.engines.transformers.selection import Forward
-from verify_service.kv.rows import Moves
 
 
 class Runner(Protocol):

@@ -6,8 +6,8 @@ import torch
 
 from treewire.core.tree import DraftTree
 from treewire.core.visibility import positions, visibility
+from treewire.kv.rows import Slots
 from verify_service.attention.layout import Segment
-from verify_service.kv.rows import Slots
 
 
 def chain_segment(context_slots: Slots, slots: Slots, device: torch.device) -> Segment:

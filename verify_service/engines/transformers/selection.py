@@ -12,6 +12,7 @@ from torch import Tensor
 
 from treewire.checkpoint import FeatureProjection
 from treewire.int8 import has_kernel
+from treewire.kv.store import KvStore
 from verify_service.attention.layout import StepLayout
 from verify_service.attention.tree_attention import TreeAttention, double_core, fused_core
 from verify_service.engine import Unsupported
@@ -19,7 +20,6 @@ from verify_service.engines.features import Computed, FeatureTaps
 from verify_service.engines.transformers.architecture import Architecture
 from verify_service.engines.transformers.checkpoint import Checkpoint
 from verify_service.engines.transformers.lean import PRECISIONS, LeanForward
-from verify_service.kv.store import KvStore
 
 ForwardKind = Literal["auto", "lean", "transformers"]
 _INT8 = "int8"

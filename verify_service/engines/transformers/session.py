@@ -8,9 +8,9 @@ from treewire.core.acceptance import Acceptance
 from treewire.core.history import History, NodeHistories
 from treewire.core.sampling import Sampling
 from treewire.core.tree import DraftTree
+from treewire.kv.rows import Moves, SessionRows
 from verify_service.engine import PrefillChunk, Scoring, SessionId, Target
 from verify_service.engines.transformers.parts import Part
-from verify_service.kv.rows import Moves, SessionRows
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class Session:
         context_slots = self.rows.committed
         if isinstance(item, PrefillChunk):
             token_ids, num_choices = item.token_ids, int(item.last)
-            slots = self.rows.next_prompt_slots(len(token_ids))
+            slots = self.rows.next_slots(len(token_ids))
         else:
             self.tree = item.tree
             token_ids, num_choices = item.tree.token_ids, len(item.tree)

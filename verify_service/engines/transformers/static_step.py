@@ -20,6 +20,8 @@ from torch import Tensor
 
 from treewire.core.noise import gumbel, hashed_seed, noise_integers_of
 from treewire.core.tree import TokenLogProbs
+from treewire.kv.rows import Moves
+from treewire.kv.store import KvStore
 from verify_service.attention.tree_attention import fused_core
 from verify_service.engine import Posterior, SessionId
 from verify_service.engines.sampling import TensorDistributions, process
@@ -27,8 +29,6 @@ from verify_service.engines.transformers.choices import Chooser
 from verify_service.engines.transformers.lean import LeanForward
 from verify_service.engines.transformers.parts import Part
 from verify_service.engines.transformers.runner import LocalRunner
-from verify_service.kv.rows import Moves
-from verify_service.kv.store import KvStore
 
 GraphsMode = Literal["auto", "on", "off"]
 """Whether trees run on static buffers; auto is on CUDA alone."""

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from treewire.checkpoint import feature_projection
+from treewire.kv.pages import PagedKv
+from treewire.kv.rows import Moves
 from verify_service.engine import Posterior, RankMemory, SessionId, Target, Unsupported
 from verify_service.engines.ranks.processes import Ranks
 from verify_service.engines.ranks.questions import RankDistributions
@@ -24,8 +26,6 @@ from verify_service.engines.transformers.parts import Part
 from verify_service.engines.transformers.selection import ForwardKind, longest_context
 from verify_service.engines.transformers.shard import Shard, check_shards
 from verify_service.engines.transformers.static_step import GraphsMode
-from verify_service.kv.pages import PagedKv
-from verify_service.kv.rows import Moves
 
 _DTYPES = ("float32", "bfloat16", "float16")
 

@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from verify_service.kv.prefixes import CachedPage, PrefixTree
+from treewire.kv.prefixes import CachedPage, PrefixTree
 
 PAGE_SIZES = (1, 8, 16)
+
+
+class KvExhausted(RuntimeError):
+    """More KV slots are needed than are free. Raised before anything is computed or taken; nothing has changed."""
+
+    def __init__(self, session: int, num_needed: int, num_free: int, num_slots: int) -> None:
+        super().__init__(f"session {session} needs {num_needed} KV slots, {num_free} of {num_slots} are free")
+        self.session = session
+        self.num_needed = num_needed
+        self.num_free = num_free
+        self.num_slots = num_slots
 
 
 class Room(NamedTuple):

@@ -45,10 +45,10 @@ class PrefixTree:
         self.num_pages = 0
         self.num_unused = 0
 
-    def match(self, token_ids: Sequence[int]) -> list[CachedPage]:
-        """The longest cached prefix of these tokens, page by page. Holds nothing."""
+    def match(self, token_ids: Sequence[int], after: CachedPage | None = None) -> list[CachedPage]:
+        """The longest cached prefix of these tokens, page by page, from the root or after a page. Holds nothing."""
         matched: list[CachedPage] = []
-        children, size = self._roots, self._page_size
+        children, size = self._roots if after is None else after.children, self._page_size
         for start in range(0, len(token_ids) - size + 1, size):
             page = children.get(tuple(token_ids[start : start + size]))
             if page is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from verify_service.kv.pages import PagedKv, Room
+from treewire.kv.pages import PagedKv, Room
 
 Slots = NDArray[np.int64]
 
@@ -30,6 +30,8 @@ class SessionRows:
     A prompt that begins with a cached prefix starts with those pages, committed, unless it `shares` none; the pages for the
     rest of it are taken at once and filled chunk by chunk. A tree's rows are provisional until `keep`. Committed pages that
     are full are cached, and only they are: what a session writes to is its own.
+
+    What tells rows apart need not be tokens: it is whatever, along a path, their keys and values are a function of.
     """
 
     def __init__(self, kv: PagedKv, prompt: Sequence[int], *, shares: bool = True) -> None:
@@ -62,23 +64,37 @@ class SessionRows:
         """True between a tree's score and its keep."""
         return self.num_tree_slots > 0
 
-    def room_for_tree(self, num_nodes: int) -> Room:
-        """What a tree would need, and what it could have."""
-        return Room(self._num_pages_for_tree(num_nodes) * self._kv.page_size, self._kv.num_free)
+    def room_for(self, num_rows: int) -> Room:
+        """What so many rows after the committed ones would need, a tree's or a chunk's, and what they could have."""
+        return Room(self._num_pages_for(num_rows) * self._kv.page_size, self._kv.num_free)
 
-    def next_prompt_slots(self, num_tokens: int) -> Slots:
-        """Where the next chunk's rows go."""
+    def adopt(self, token_ids: Sequence[int]) -> int:
+        """Commit what is cached of the next tokens, whole pages that need not be computed; how many tokens that is."""
+        first = len(self._shared)
+        if first * self._kv.page_size != self.num_committed:
+            return 0
+        adopted = self._kv.prefixes.match(token_ids, self._shared[-1] if self._shared else None)
+        self._kv.prefixes.hold(adopted)
+        self._kv.give_back(self._pages[first : first + len(adopted)])
+        self._pages[first : first + len(adopted)] = [page.page for page in adopted]
+        self._shared += adopted
+        self._token_ids += token_ids[: len(adopted) * self._kv.page_size]
+        return len(adopted) * self._kv.page_size
+
+    def next_slots(self, num_tokens: int) -> Slots:
+        """Where the next chunk's rows go; pages are taken for what reaches beyond the prompt."""
+        self._pages += self._kv.take(self._num_pages_for(num_tokens))
         return self._slots(self.num_committed, self.num_committed + num_tokens)
 
     def commit_chunk(self, token_ids: Sequence[int]) -> None:
-        """The next chunk of the prompt has been computed."""
+        """The next chunk has been computed."""
         self._commit(token_ids)
 
     def take_tree_slots(self, num_nodes: int) -> Slots:
         """Provisional slots for the nodes of a tree: those after the committed rows."""
-        self._pages += self._kv.take(self._num_pages_for_tree(num_nodes))
+        slots = self.next_slots(num_nodes)
         self.num_tree_slots = num_nodes
-        return self._slots(self.num_committed, self.num_committed + num_nodes)
+        return slots
 
     def keep(self, nodes: Sequence[int], token_ids: Sequence[int]) -> Moves:
         """Of the tree's rows keep these nodes' in this order, a path with these tokens; the others are free again.
@@ -89,7 +105,7 @@ class SessionRows:
         first = self.num_committed
         moves = Moves(np.empty(0, np.int64), np.empty(0, np.int64))
         if self._kv.page_size == 1:
-            tree_pages = self._pages[first : first + self.num_tree_slots]
+            tree_pages = self._pages[first:]
             kept = set(nodes)
             self._pages[first:] = [tree_pages[node] for node in nodes]
             self._kv.give_back(page for node, page in enumerate(tree_pages) if node not in kept)
@@ -108,8 +124,9 @@ class SessionRows:
         self._kv.prefixes.let_go(self._shared)
         self._pages, self._shared, self._token_ids, self.num_tree_slots = [], [], [], 0
 
-    def _num_pages_for_tree(self, num_nodes: int) -> int:
-        return self._kv.pages_for(self.num_committed + num_nodes) - len(self._pages)
+    def _num_pages_for(self, num_rows: int) -> int:
+        """Pages that so many rows after the committed ones need beside those that are held."""
+        return max(0, self._kv.pages_for(self.num_committed + num_rows) - len(self._pages))
 
     def _slots(self, start: int, stop: int) -> Slots:
         """Slots of the positions from `start` to `stop`."""

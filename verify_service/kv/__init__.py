@@ -1,1 +1,0 @@
-"""Where the target's keys and values live: pages of slots, cached prefixes, each session's rows, the tensors behind them."""
