@@ -132,7 +132,7 @@ def test_hybrid_rejection_along_a_path_has_the_law_of_its_own_rounds(width: int,
     own = accepted_by_rounds(width, budget, range(NUM_SAMPLES))
     along = accepted_on_paths(width, budget, range(NUM_SAMPLES, 2 * NUM_SAMPLES))
     assert own[0] > 0.05
-    assert own[-1] > 0.02
+    assert own[1] > 0.05
     np.testing.assert_array_less(np.abs(own - along), 5 * np.sqrt((own + 1e-3) * 2 / NUM_SAMPLES))
 
 
@@ -157,4 +157,4 @@ def test_a_table_has_a_line_a_rule_and_a_column_a_shape() -> None:
     cells = [Cell("1", "plain", "chain", (3, 5), (2, 2)), Cell("1", "plain", "B = 16", (9, 9), (3, 3))]
     assert table("T", cells).splitlines()[2] == "| 1 | plain | 2.00 |  | 3.00 |  |"
     assert cells[1].standard_error == 0.0
-    assert cells[0].standard_error == pytest.approx(0.3536, abs=1e-3)
+    assert cells[0].standard_error == pytest.approx(0.5)
