@@ -153,7 +153,7 @@ soak-sessions: install ## 20,000 rounds of random sessions; pages and memory mus
 	TREEWIRE_SOAK_ROUNDS=20000 $(BIN)/python -m pytest tests/engines/test_soak.py
 
 bench-ablation: install ## tokens a round by tree, acceptance rule and temperature; MODEL, DRAFTER
-	$(BIN)/python -m benchmarks.ablation.sampling --model $(or $(MODEL),smollm2-135m) --drafter $(or $(DRAFTER),ngram)
+	$(BIN)/python -m benchmarks.ablation.sampling --model $(or $(MODEL),smollm2-135m) --drafter $(or $(DRAFTER),dflash)
 
 docs-reference: install ## write docs/configuration.md anew from the settings
 	@$(BIN)/python -m treewire.runtime.reference > docs/configuration.md

@@ -9,6 +9,7 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from treewire.core.build import BranchWeights
 from treewire.core.sampling import Sampling
 from treewire.core.tree import Commit, Marginals
 
@@ -24,6 +25,7 @@ class Drafter:
 
     A drafter that needs context features says which: their size, the target layers that they are made of, and the hash of the
     projection that makes them. `max_prefixes` is the most that conditional rows of one answer describe, 0 if it has none.
+    `weights` are those that branches of its guesses are ranked by, None if they were never fitted to it.
     """
 
     engine: str
@@ -38,6 +40,7 @@ class Drafter:
     tapped_layers: tuple[int, ...] = ()
     feature_projection_hash: str = ""
     max_prefixes: int = 0
+    weights: BranchWeights | None = None
 
 
 @dataclass(frozen=True)

@@ -133,4 +133,5 @@ def limits(drafter: Drafter, opening: Opening | None = None) -> draft_pb2.DraftL
         fingerprint=fingerprint(drafter),
         engine=drafter.engine,
         max_prefixes=drafter.max_prefixes if opening is None or opening.takes_conditional else 0,
+        branch_weights=wire.branch_weights_to_message(drafter.weights),
     )

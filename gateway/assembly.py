@@ -16,7 +16,7 @@ from gateway.failover import FailoverPatience
 from gateway.generations import Generations, Serving
 from gateway.openai.door import HttpDoor, http_door
 from gateway.playground import routes as playground
-from gateway.policy import BranchWeights
+from gateway.policy import SetWeights
 from gateway.replicas import Location, Replicas
 from gateway.requests import RequestLimits
 from gateway.service import GenerateService
@@ -88,7 +88,7 @@ class GatewayProcess:
         upstreams = Upstreams(self.verify, self.draft, target, patience, self._gateway_metrics)
         await upstreams.meet_drafter()
         limits = request_limits(settings, target, tokenization)
-        weights = BranchWeights(settings.log_prob_weight, settings.noise_weight)
+        weights = SetWeights(settings.log_prob_weight, settings.noise_weight)
         learned = Learned(max(1, limits.adaptive_budget))
         self.generations.start(Serving(tokenization, limits, settings.model, upstreams, weights, learned))
 

@@ -14,7 +14,7 @@ from gateway.admission import Admission
 from gateway.features import FeatureLog
 from gateway.generation import Policy, generate
 from gateway.merging import merged
-from gateway.policy import BranchWeights, HybridPolicy, TreePolicy
+from gateway.policy import HybridPolicy, SetWeights, TreePolicy
 from gateway.quotas import Quotas
 from gateway.requests import GenerationRequest, RequestLimits, parse
 from gateway.rounds import RoundRecord, Rounds
@@ -22,6 +22,7 @@ from gateway.sessions import SessionRequest
 from gateway.stopping import Emission, FinishReason, Stopping
 from gateway.tokenization import Tokenization
 from gateway.upstreams import Upstreams
+from treewire.core.build import BranchWeights
 from treewire.core.tree import Commit
 from treewire.errors import Unavailable
 from treewire.runtime.calls import current_call
@@ -43,8 +44,13 @@ class Serving:
     limits: RequestLimits
     model: str
     upstreams: Upstreams
-    weights: BranchWeights
+    weights: SetWeights
     learned: Learned
+
+    @property
+    def branch_weights(self) -> BranchWeights:
+        """What trees of generations that begin now are ranked by."""
+        return self.weights.over(self.upstreams.drafter_weights)
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,7 @@ class Generations:
             request,
             current_call(),
             rounds.trace,
-            noise_weight=self.serving.weights.noise,
+            noise_weight=self.serving.branch_weights.noise,
             prompt_features=prefill.features,
         )
 
@@ -209,7 +215,7 @@ class Generations:
         return self._tree_policy(request)
 
     def _tree_policy(self, request: GenerationRequest) -> TreePolicy:
-        return TreePolicy(request.budget, request.length_limit, request.sampling, self.serving.weights)
+        return TreePolicy(request.budget, request.length_limit, request.sampling, self.serving.branch_weights)
 
     def _started(self, request: GenerationRequest) -> Started:
         return Started(

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treewire.core.build import BuiltTree, build_tree, perturb
+from treewire.core.build import USUAL_WEIGHTS, BranchWeights, BuiltTree, build_tree, perturb
 from treewire.core.hybrid import build_hybrid_tree
 from treewire.core.sampling import Sampling
 from treewire.core.tree import Commit, Marginals
 
 
-@dataclass(frozen=True)
-class BranchWeights:
-    """What a drafter's log-prob and the shared noise count in the ranking of branches; `treewire calibrate` fits them."""
+class SetWeights(NamedTuple):
+    """The weights of branches that this gateway was told; None leaves one to the drafter."""
 
-    log_prob: float = 0.7
-    noise: float = 0.5
+    log_prob: float | None = None
+    noise: float | None = None
+
+    def over(self, drafter: BranchWeights | None) -> BranchWeights:
+        """These where they are set, then those that were fitted to the drafter, then the usual ones."""
+        fitted = drafter or USUAL_WEIGHTS
+        return BranchWeights(
+            fitted.log_prob if self.log_prob is None else self.log_prob, fitted.noise if self.noise is None else self.noise
+        )
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class TreePolicy:
     budget: int
     length_limit: int
     sampling: Sampling
-    weights: BranchWeights = BranchWeights()
+    weights: BranchWeights = USUAL_WEIGHTS
 
     def max_depth(self, commit: Commit) -> int:
         """How deep the round's tree may be for all its tokens to be emitted: a tree of depth d gives at most d + 1."""
@@ -47,13 +54,8 @@ class TreePolicy:
     def _branch_scores(self, commit: Commit, marginals: Marginals) -> NDArray[np.float64] | None:
         if self.sampling.is_greedy or marginals.num_depths == 0:
             return None
-        return perturb(
-            marginals,
-            self.sampling.seed,
-            commit.length - 1,
-            log_prob_weight=self.weights.log_prob,
-            noise_weight=self.weights.noise,
-        )
+        weights = self.weights.at(self.sampling.temperature)
+        return perturb(marginals, self.sampling.seed, commit.length - 1, weights)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, NonNegativeInt, model_validator
 
 from gateway.replicas import DNS
+from treewire.core.build import LARGEST_WEIGHT, USUAL_WEIGHTS
 from treewire.runtime.settings import Address, Endpoint, OptionalAddress, ServiceSettings
 from treewire.runtime.tls import Certificates
 
@@ -54,10 +55,20 @@ class GatewaySettings(ServiceSettings):
     )
     max_tokens: int = Field(512, ge=1, description="Tokens to generate at most, when a request sets none.")
     temperature: float = Field(0.0, ge=0, le=100, description="Temperature when a request sets none; 0 is greedy.")
-    log_prob_weight: float = Field(
-        0.7, gt=0, le=10, description="Weight of a draft's log-probability where noise ranks branches; see treewire calibrate."
+    log_prob_weight: float | None = Field(
+        None,
+        gt=0,
+        le=LARGEST_WEIGHT,
+        description="Weight of a draft's log-probability where noise ranks branches, at temperature 1; unset is what treewire "
+        f"calibrate left beside the drafter, else {USUAL_WEIGHTS.log_prob}.",
     )
-    noise_weight: float = Field(0.5, ge=0, le=10, description="Weight of the shared noise in the ranking of branches.")
+    noise_weight: float | None = Field(
+        None,
+        ge=0,
+        le=LARGEST_WEIGHT,
+        description="Weight of the shared noise in the ranking of branches; unset is what treewire calibrate left beside the "
+        f"drafter, else {USUAL_WEIGHTS.noise}.",
+    )
     max_prompt_characters: int = Field(1_000_000, ge=1, description="Longest prompt, in characters.")
     max_prompt_tokens: int | None = Field(None, ge=1, description="Longest prompt, in tokens; unset is the target's context.")
     max_output_tokens: int | None = Field(None, ge=1, description="Most tokens that a request may ask for; unset has no limit.")

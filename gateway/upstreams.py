@@ -26,6 +26,7 @@ from gateway.sessions import (
     verify_session,
 )
 from treewire import wire
+from treewire.core.build import BranchWeights
 from treewire.core.hybrid import MAX_DRAWN_TOKENS
 from treewire.costs import TargetCosts
 from treewire.errors import Incompatible, Unavailable, from_rpc_error
@@ -52,7 +53,10 @@ class Patience:
 
 
 class Upstreams:
-    """The replicas of one target and, unless it is None, those of a drafter."""
+    """The replicas of one target and, unless it is None, those of a drafter.
+
+    `drafter_weights` rank its branches, as the drafter that was last met tells; None if nothing was fitted to it.
+    """
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class Upstreams:
         self._patience = patience
         self._metrics = metrics
         self._drafter_reads_features = False
+        self.drafter_weights: BranchWeights | None = None
         self._costs: WeakKeyDictionary[Replica, TargetCosts] = WeakKeyDictionary()  # forgotten with their replicas
 
     @property
@@ -121,14 +126,17 @@ class Upstreams:
             await self._draft.wait_available(_MEET_SECONDS)
             stub = draft_pb2_grpc.DraftServiceStub(self._draft.choose().channel)
             answer = await stub.GetDrafter(draft_pb2.GetDrafterRequest(), timeout=_MEET_SECONDS)
+            self._note(answer.limits)
         except Unavailable as error:
             _log.info("drafter not met", reason=error.message)
         except grpc.aio.AioRpcError as error:
             _log.info("drafter not met", reason=from_rpc_error(error).message)
-        else:
-            self._note(answer.limits)
+        except Incompatible as error:
+            _log.warning("drafter not met", reason=error.message)
 
     def _note(self, limits: draft_pb2.DraftLimits) -> None:
+        """Learn from what a drafter grants. Incompatible if its weights cannot be."""
+        self.drafter_weights = wire.branch_weights_from_message(limits)
         self._drafter_reads_features = limits.needs_features
 
     def verify_session(self, request: SessionRequest) -> ResilientVerifySession:

@@ -14,7 +14,9 @@ from training.evaluation import Guess, GuessedAnswer
 
 
 @torch.inference_mode()
-def guess_with_chains(drafter: RecurrentDrafter, batch: Batch, *, horizon: int, width: int, beam: int) -> list[GuessedAnswer]:
+def guess_with_chains(
+    drafter: RecurrentDrafter, batch: Batch, *, horizon: int, width: int, beam: int
+) -> list[GuessedAnswer[Guess]]:
     """Draft after each generated token of a batch of sequences, committing one token a time, as the engine would."""
     features = torch.nn.functional.pad(drafter.features(batch.taps.float()), (0, 0, 1, 0))
     caches = [DraftCache(drafter.config) for _ in batch.lengths]
@@ -30,7 +32,7 @@ def guess_with_chains(drafter: RecurrentDrafter, batch: Batch, *, horizon: int, 
 
 
 @torch.inference_mode()
-def guess_with_blocks(drafter: DFlashDrafter, batch: Batch, *, width: int) -> list[GuessedAnswer]:
+def guess_with_blocks(drafter: DFlashDrafter, batch: Batch, *, width: int) -> list[GuessedAnswer[Guess]]:
     """Draft one block after each generated token of a batch of sequences, committing one token a time."""
     features = drafter.features(batch.taps.float())
     caches = [DFlashCache(drafter.config) for _ in batch.lengths]

@@ -1,7 +1,8 @@
-"""This file is the evaluation: tokens a round on the target's own greedy answers, for chains and trees, without the target.
+"""This file is the evaluation: tokens a round on the target's own answers, for chains and trees, without the target.
 
-The target is greedy, so its answer is a fixed path: a tree's acceptance at a position is how far the path stays inside it. The
-drafter drafts once after every token of the path; then any rule of building trees is simulated round by round, exactly.
+A greedy answer is a fixed path, and so is one that is drawn with shared noise: a tree's acceptance at a position is how far the
+path stays inside it. The drafter drafts once after every token of the path; then any rule of building trees is simulated round
+by round, exactly.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -29,12 +31,15 @@ class Guess:
     log_probs: np.ndarray
 
 
+Said = TypeVar("Said")
+
+
 @dataclass(frozen=True, eq=False)
-class GuessedAnswer:
-    """A target's greedy answer with the drafter's guess after each of its tokens, the last one excepted."""
+class GuessedAnswer(Generic[Said]):
+    """A target's answer with what the drafter said after each of its tokens, the last one excepted."""
 
     token_ids: tuple[int, ...]
-    guesses: tuple[Guess, ...]
+    guesses: tuple[Said, ...]
 
     def __post_init__(self) -> None:
         if len(self.guesses) != len(self.token_ids) - 1:
@@ -55,6 +60,7 @@ class Acceptance:
 
 
 TreeRule = Callable[[int, Guess], DraftTree]
+"""The tree that is built after a token, given what the drafter said there."""
 
 
 def accepted_tokens(tree: DraftTree, following: Sequence[int]) -> int:
@@ -68,7 +74,7 @@ def accepted_tokens(tree: DraftTree, following: Sequence[int]) -> int:
     return count
 
 
-def simulate(answers: Sequence[GuessedAnswer], rule: TreeRule) -> Acceptance:
+def simulate(answers: Sequence[GuessedAnswer[Said]], rule: Callable[[int, Said], DraftTree]) -> Acceptance:
     """Decode every answer speculatively with the trees of a rule.
 
     The first token of an answer is the prefill's and not counted; neither are tokens past the end of an answer.

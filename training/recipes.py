@@ -13,7 +13,7 @@ from draft_service.engines.dflash.model import DFlashDrafter
 from draft_service.engines.recurrent import model as recurrent_model
 from training.batches import Batch
 from training.drafting import guess_with_blocks, guess_with_chains
-from training.evaluation import GuessedAnswer
+from training.evaluation import Guess, GuessedAnswer
 from training.learners import dflash, recurrent
 from training.learners.learned import Learned
 from training.learners.warm_start import block_drafter, recurrent_config, recurrent_drafter
@@ -51,7 +51,7 @@ class Recipe(Protocol):
     def learn(self, batch: Batch, generator: torch.Generator) -> Learned:
         """The loss of a batch."""
 
-    def guess(self, batch: Batch, width: int, beam: int) -> list[GuessedAnswer]:
+    def guess(self, batch: Batch, width: int, beam: int) -> list[GuessedAnswer[Guess]]:
         """What the drafter says after every token of a batch of answers."""
 
     def config(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class RecurrentRecipe:
         """The loss of a batch."""
         return recurrent.learn(self.drafter, batch, self.objective, generator)
 
-    def guess(self, batch: Batch, width: int, beam: int) -> list[GuessedAnswer]:
+    def guess(self, batch: Batch, width: int, beam: int) -> list[GuessedAnswer[Guess]]:
         """What the drafter says after every token of a batch of answers."""
         return guess_with_chains(self.drafter, batch, horizon=self.drafter.config.horizon, width=width, beam=beam)
 
@@ -89,7 +89,7 @@ class BlockRecipe:
         """The loss of a batch."""
         return dflash.learn(self.drafter, batch, self.objective, generator)
 
-    def guess(self, batch: Batch, width: int, beam: int) -> list[GuessedAnswer]:
+    def guess(self, batch: Batch, width: int, beam: int) -> list[GuessedAnswer[Guess]]:
         """What the drafter says after every token of a batch of answers; a block has no beam."""
         return guess_with_blocks(self.drafter, batch, width=width)
 

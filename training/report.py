@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from training.checkpoints import Progress
-from training.evaluation import GuessedAnswer, chain_rule, conditional_rule, marginal_rule, simulate
+from training.evaluation import Guess, GuessedAnswer, chain_rule, conditional_rule, marginal_rule, simulate
 
 BUDGETS = (4, 8, 16, 32)
 NGRAM_LENGTHS = (3, 2)
 
 
-def acceptance_lengths(answers: Sequence[GuessedAnswer], horizon: int) -> dict[str, float]:
+def acceptance_lengths(answers: Sequence[GuessedAnswer[Guess]], horizon: int) -> dict[str, float]:
     """Tokens a round of the chain, and of trees at each budget: over marginals by depth, and over conditional guesses where the
     drafter expanded more than its best path."""
     lengths = {"chain": simulate(answers, chain_rule(horizon)).length}

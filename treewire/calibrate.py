@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from treewire.client import Client
-from treewire.core.calibration import Choice, Weights, choices_of_round
+from treewire.core.build import BranchWeights
+from treewire.core.calibration import Choice, choices_of_round
 from treewire.core.tree import DraftTree
 from treewire.events import Round, Started
 from treewire.types import Sampling
@@ -25,16 +26,16 @@ def recorded_choices(
                     if isinstance(event, Started):
                         seed = event.seed
                     elif isinstance(event, Round):
-                        yield from _choices(event, seed)
+                        yield from _choices(event, seed, temperature)
 
 
-def _choices(event: Round, seed: int) -> Iterator[Choice]:
+def _choices(event: Round, seed: int, temperature: float) -> Iterator[Choice]:
     tree = DraftTree(event.token_ids, event.parents)
     committed = event.committed_token_ids
-    return choices_of_round(tree, event.scores, committed, seed, event.length - len(committed) - 1)
+    return choices_of_round(tree, event.scores, committed, seed, event.length - len(committed) - 1, temperature)
 
 
-def to_toml(weights: Weights, *, num_choices: int) -> str:
+def to_toml(weights: BranchWeights, *, num_choices: int) -> str:
     """Settings of the gateway with these weights."""
     return (
         f"# Fitted to {num_choices} choices by treewire calibrate; for `python -m gateway --config`.\n"

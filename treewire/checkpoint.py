@@ -1,5 +1,5 @@
-"""This file is a drafter's checkpoint as both model services read it: its config, where its tensors lie, and how the features
-that it reads are made of the target's hidden states."""
+"""This file is a drafter's checkpoint as both model services read it: its config, where its tensors lie, how the features that
+it reads are made of the target's hidden states, and the weights of branches that were fitted to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from treewire.core.build import BranchWeights
+
 CONFIG = "config.json"
+CALIBRATION = "calibration.json"
+CHECKSUMS = "SHA256SUMS"
 RECURRENT = "treewire-recurrent"
 DFLASH = "DFlashDraftModel"
 _SINGLE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -79,6 +83,33 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 def _named(config: Mapping[str, Any]) -> str:
     return str(config.get("architecture") or (config.get("architectures") or [""])[0])
+
+
+def read_branch_weights(directory: Path) -> BranchWeights | None:
+    """The weights that `treewire calibrate` has left beside a checkpoint; None if it has left none.
+
+    Raises ValueError, naming the file, if they are not what it writes.
+    """
+    path = directory / CALIBRATION
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return BranchWeights(float(values["log_prob_weight"]), float(values["noise_weight"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no calibration with log_prob_weight and noise_weight: {error}") from error
+
+
+def write_branch_weights(directory: Path, weights: BranchWeights) -> Path:
+    """Leave weights beside a checkpoint; its list of checksums, if it has one, tells of the file, which is returned."""
+    path, sums = directory / CALIBRATION, directory / CHECKSUMS
+    fitted = {"log_prob_weight": round(weights.log_prob, 3), "noise_weight": round(weights.noise, 3)}
+    path.write_text(json.dumps(fitted, indent=2) + "\n", encoding="utf-8")
+    if sums.is_file():
+        line = f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {CALIBRATION}"
+        others = [other for other in sums.read_text().splitlines() if not other.endswith(f"  {CALIBRATION}")]
+        sums.write_text("".join(f"{each}\n" for each in sorted([*others, line], key=lambda each: each.split("  ")[1])))
+    return path
 
 
 def tapped_layers_of(config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from treewire import __version__, bench_plots
 from treewire import acceptance as report
 from treewire.bench import PROMPTS, Plan, Row, measure, step_prices, to_json
 from treewire.calibrate import recorded_choices, to_toml
+from treewire.checkpoint import CONFIG, write_branch_weights
 from treewire.client import AsyncClient, Client
 from treewire.core.budget import StepPrice
 from treewire.core.calibration import fit
@@ -225,7 +226,15 @@ def generate(
 @app.command()
 def calibrate(
     prompts: Annotated[Path, typer.Argument(help="File with one prompt a line.", exists=True, dir_okay=False)],
-    output: Annotated[Path, typer.Option(help="TOML file to write, for the gateway's --config.")],
+    output: Annotated[Path | None, typer.Option(help="TOML file to write, for the gateway's --config.")] = None,
+    write_beside: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of the drafter's checkpoint, where the draft service finds them and tells the gateway.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="Above 0; may be repeated. [default: 0.7 1.0]")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 64,
     budget: _Budget = None,
@@ -233,9 +242,13 @@ def calibrate(
     token: _Token = None,
 ) -> None:
     """Fit the weights by which trees aim at the noise to a running stack's drafter."""
+    if output is None and write_beside is None:
+        raise typer.BadParameter("--output or --write-beside is needed: where the weights go")
     temperatures = temperature or list(CALIBRATION_TEMPERATURES)
     if min(temperatures) <= 0:
         raise typer.BadParameter(f"--temperature is {min(temperatures)}, above 0 is taken: greedy trees have no noise")
+    if write_beside is not None and not (write_beside / CONFIG).is_file():
+        raise typer.BadParameter(f"--write-beside is {write_beside}, which has no {CONFIG}: it is no drafter's checkpoint")
     lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     with _failures_told(), Client(address, token=token) as client:
         choices = list(recorded_choices(client, lines, temperatures, max_tokens=max_tokens, budget=budget))
@@ -244,7 +257,10 @@ def calibrate(
         except ValueError as error:
             _fail(str(error))
     text = to_toml(weights, num_choices=len(choices))
-    output.write_text(text, encoding="utf-8")
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+    if write_beside is not None:
+        write_branch_weights(write_beside, weights)
     _write(text)
 
 

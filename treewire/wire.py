@@ -10,11 +10,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from treewire.core.build import BranchWeights
 from treewire.core.sampling import Sampling
 from treewire.core.structure import Structure
 from treewire.core.tree import Commit, DraftTree, Draw, Marginals, TokenLogProbs
 from treewire.errors import Incompatible, InvalidRequest
-from treewire.v1 import generate_pb2, tree_pb2, verify_pb2
+from treewire.v1 import draft_pb2, generate_pb2, tree_pb2, verify_pb2
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -337,6 +338,21 @@ def features_from_message(message: tree_pb2.Features, *, first_position: int, fe
             f"features have shape {list(features.shape)}, [positions, {feature_size}] is taken", metadata={"field": "features"}
         )
     return features
+
+
+def branch_weights_to_message(weights: BranchWeights | None) -> draft_pb2.BranchWeights | None:
+    """The message of weights; None of none."""
+    return None if weights is None else draft_pb2.BranchWeights(log_prob=weights.log_prob, noise=weights.noise)
+
+
+def branch_weights_from_message(message: draft_pb2.DraftLimits) -> BranchWeights | None:
+    """The weights that were fitted to a drafter, None if there are none; Incompatible if they cannot be."""
+    if not message.HasField("branch_weights"):
+        return None
+    try:
+        return BranchWeights(message.branch_weights.log_prob, message.branch_weights.noise)
+    except ValueError as error:
+        raise Incompatible(f"branch_weights: {error}", metadata={"field": "branch_weights"}) from error
 
 
 def check_protocol_version(version: int) -> None:

@@ -1,348 +1,387 @@
 """This file is the ablation of tree building and acceptance under sampling, on the real model: tokens gained a round.
 
-    python -m benchmarks.ablation.sampling [--drafter ngram] [--num-prompts 30] [--max-tokens 48] [--output-stem PATH]
+    python -m benchmarks.ablation.sampling [--drafter dflash] [--num-prompts 30] [--max-tokens 40] [--output-stem PATH]
 
 Rules: *plain tree* (ranked by log-prob, the noise unknown to the drafter), *shared noise* with the default weights, the same
 with weights calibrated on other prompts, and *hybrid rejection*. No rule needs a forward over its trees here: with shared noise
-the output is the same whatever the trees, so that one generation for each prompt and temperature serves all of them; and a walk
-of hybrid acceptance only ever consults the target behind tokens that are committed. So all sequences grow a token a step, in
-large batches, and the trees are walked along them: the figures are those of the real rounds.
+the output is the same whatever the trees, so that one path for each prompt and temperature serves all of them, and hybrid
+rejection has on these paths the law that it has on its own (`rules`). The drafter guesses after every token of a path, as the
+service lets it: conditional rows wherever it has them, but for hybrid rejection.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import platform
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
+from benchmarks.ablation.drafts import drafted
 from benchmarks.ablation.engines import load_drafter, load_target, tokenization_of
-from draft_service.engine import DraftEngine, Proposal
-from treewire.core.acceptance import Acceptance
-from treewire.core.build import BuiltTree, build_tree, perturb
-from treewire.core.calibration import Weights, choices_of_round, fit
-from treewire.core.hybrid import accept_hybrid, build_hybrid_tree
+from benchmarks.ablation.paths import Path as TargetPath
+from benchmarks.ablation.paths import follow
+from benchmarks.ablation.rules import Spot, SpotRule, aimed_tree, chain_rule, hybrid_rule, noise_rule, plain_rule
+from draft_service.engine import DraftEngine, Drafter
+from training.evaluation import GuessedAnswer, simulate
+from treewire.core.build import USUAL_WEIGHTS, BranchWeights
+from treewire.core.calibration import Choice, choices_of_round, fit
 from treewire.core.sampling import Sampling
-from treewire.core.tree import Commit, DraftTree, Marginals
-from verify_service.engine import Posterior, PrefillChunk, Scoring, TargetEngine
+from treewire.core.tree import DraftTree
+from treewire.stack import DFLASH
+from treewire.weights import DEFAULT_MODEL
+from verify_service.engine import TargetEngine
 
 PROMPTS = Path(__file__).with_name("prompts.txt")
 RESULTS = Path(__file__).parents[1] / "results" / "ablation_sampling"
 NUM_CALIBRATION_PROMPTS = 10
 TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
-SHAPES = {"chain": (8, 1), "B = 8": (8, 16), "B = 16": (16, 16), "B = 64": (64, 32)}  # budget, width of the marginals
-HYBRID_WIDTHS = {"chain": 1, "B = 8": 3, "B = 16": 3, "B = 64": 4}
+CHAIN = "chain"
+TREES = {"B = 8": 8, "B = 16": 16, "B = 64": 64}  # budgets
+BUDGETS = {CHAIN: 8, **TREES}
+HYBRID_WIDTHS = {CHAIN: 1, "B = 8": 3, "B = 16": 3, "B = 64": 4}
+WIDTH = 64
 RECORDING_BUDGET = 64
-MAX_BATCH_SIZE = 64
-DEFAULT_WEIGHTS = Weights(0.7, 0.5)
-_session_ids = itertools.count(1)
+NUM_CALIBRATED_DEPTHS = 3
+PLAIN, NOISE, CALIBRATED, HYBRID = "plain tree", "shared noise, default weights", "shared noise, calibrated", "hybrid rejection"
+CALIBRATED_HERE, CALIBRATED_BY_DEPTH = "the same, fitted at this temperature alone", "the same, fitted by depth"
 
-
-class Builder(Protocol):
-    """How one rule builds its tree."""
-
-    def __call__(self, root: int, marginals: Marginals, root_position: int) -> BuiltTree: ...
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A budget, and how many tokens a depth trees choose from."""
-
-    name: str
-    budget: int
-    width: int
+Answers = Sequence[GuessedAnswer[Spot]]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure of the table: tokens gained a round, over all prompts."""
+    """One figure of a table: tokens gained in rounds, the prefill's token left out, for each prompt."""
 
+    condition: str
     rule: str
     shape: str
-    temperature: float
-    num_tokens: int
-    num_rounds: int
-    num_draft_tokens: int
+    num_tokens: tuple[int, ...]
+    num_rounds: tuple[int, ...]
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens a round, the prefill's one left out."""
-        return self.num_tokens / self.num_rounds
+        """Tokens a round."""
+        return sum(self.num_tokens) / sum(self.num_rounds)
+
+    @property
+    def standard_error(self) -> float:
+        """Of the acceptance length, over the prompts."""
+        rounds = np.array(self.num_rounds)
+        residuals = np.array(self.num_tokens) - self.acceptance_length * rounds
+        return float(residuals.std(ddof=1) / (rounds.mean() * np.sqrt(len(rounds)))) if len(rounds) > 1 else float("nan")
 
 
-class Rounds:
-    """The rounds of one generation with its own drafter session: trees are built as commits come, and counted."""
-
-    def __init__(self, drafter: DraftEngine, prompt: Sequence[int], sampling: Sampling, width: int, build: Builder) -> None:
-        self._drafter, self._width, self._build = drafter, width, build
-        self._session = next(_session_ids)
-        self._length = len(prompt)
-        self._uncommitted: list[int] = []
-        drafter.start(self._session, prompt, sampling)
-        self.built: BuiltTree | None = None
-        self.node = 0
-        self.num_rounds = 0
-        self.num_draft_tokens = 0
-        self.num_tokens = 0
-
-    def take(self, token_id: int) -> None:
-        """The next token of the sequence: goes on in the tree where that has it, else it is the bonus and ends the round."""
-        self._uncommitted.append(token_id)
-        if self.built is not None:
-            self.num_tokens += 1
-            tree = self.built.tree
-            child = next((child for child in tree.children[self.node] if tree.token_ids[child] == token_id), None)
-            if child is not None:
-                self.node = child
-                return
-        self._next_round()
-
-    def close(self) -> None:
-        """End the drafter's session."""
-        self._drafter.release(self._session)
-
-    def _next_round(self) -> None:
-        self._length += len(self._uncommitted)
-        commit = Commit(tuple(self._uncommitted), self._length)
-        horizon = self._drafter.drafter.horizon
-        (marginals,) = self._drafter.propose([Proposal(self._session, commit, horizon, self._width)])
-        self.built, self.node = self._build(commit.bonus_token_id, marginals, self._length - 1), 0
-        self.num_rounds += 1
-        self.num_draft_tokens += self.built.tree.num_draft_tokens
-        self._uncommitted = []
+def cell(condition: str, rule: str, shape: str, answers: Answers, build: SpotRule) -> Cell:
+    """The figure of one rule of building trees along paths."""
+    gained = [simulate([answer], build) for answer in answers]
+    return Cell(condition, rule, shape, tuple(each.num_tokens for each in gained), tuple(each.num_rounds for each in gained))
 
 
-@dataclass
-class Growing:
-    """A sequence that grows a token a step. Without `rounds` its tokens are the target's own choices."""
+def deaf(sampling: Sampling) -> Sampling:
+    """What a drafter is told that does not know the noise."""
+    return replace(sampling, shares_noise=False)
 
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    rounds: Rounds | None = None
-    token_ids: list[int] = field(default_factory=list)
-    session: int = field(default_factory=lambda: next(_session_ids))
 
-    def choose(self, posterior: Posterior) -> int:
-        """The next token: the posterior's, or by the rule of hybrid acceptance at the node that the sequence has come to."""
-        if self.rounds is None or self.rounds.built is None:
-            return posterior.token_ids[0]
-        whole, node = self.rounds.built.tree, self.rounds.node
-        children = whole.children[node]
-        draw = whole.drawn_children.get(node)
-        draws = () if draw is None else (replace(draw, node=1 + children.index(draw.node)),)
-        tokens = (whole.token_ids[node], *(whole.token_ids[child] for child in children))
-        star = DraftTree(tokens, (-1, *[0] * len(children)), draws)
-        assert posterior.distributions is not None
-        acceptance = accept_hybrid(
-            star,
-            (posterior.token_ids[0], *[0] * len(children)),
-            posterior.distributions.probabilities,
-            seed=self.sampling.seed,
-            root_position=len(self.prompt) + len(self.token_ids) - 1,
+def as_it_is(sampling: Sampling) -> Sampling:
+    """What a drafter is told that knows all."""
+    return sampling
+
+
+def calibration_choices(drafter: DraftEngine, paths: Sequence[TargetPath]) -> list[Choice]:
+    """The choices that rounds along these paths show, as `treewire calibrate` reads them off a running stack."""
+    choices: list[Choice] = []
+
+    def recorded(root: int, spot: Spot) -> DraftTree:
+        built = aimed_tree(root, spot, RECORDING_BUDGET, [USUAL_WEIGHTS])
+        choices.extend(choices_of_round(built.tree, built.scores, spot.following, spot.seed, spot.position, spot.temperature))
+        return built.tree
+
+    simulate(drafted(drafter, paths, told=as_it_is, width=WIDTH, takes_conditional=True), recorded)
+    return choices
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Weights fitted to the choices of all temperatures, of each alone, and of each depth, the last for all below."""
+
+    pooled: BranchWeights
+    by_temperature: dict[float, BranchWeights]
+    by_depth: tuple[BranchWeights, ...]
+
+    @classmethod
+    def of(cls, choices: dict[float, list[Choice]]) -> Calibration:
+        """Raises ValueError if there are too few choices."""
+        pooled = [choice for group in choices.values() for choice in group]
+        depths = range(1, NUM_CALIBRATED_DEPTHS + 1)
+        by_depth = [[choice for choice in pooled if min(choice.depth, NUM_CALIBRATED_DEPTHS) == depth] for depth in depths]
+        return cls(fit(pooled), {temperature: fit(group) for temperature, group in choices.items()}, tuple(map(fit, by_depth)))
+
+
+class Ablation:
+    """The tables of one drafter. `load` makes it, with the weights that it ranks its own prefixes by."""
+
+    def __init__(self, load: Callable[[BranchWeights], DraftEngine], calibration: Calibration | None) -> None:
+        self._load = load
+        self._calibration = calibration
+
+    def cells(self, temperature: float, paths: Sequence[TargetPath]) -> Iterator[Cell]:
+        """Every rule at one temperature."""
+        name, drafter = f"{temperature:g}", self._load(USUAL_WEIGHTS)
+        by_depth = drafted(drafter, paths, told=deaf, width=WIDTH, takes_conditional=False)
+        yield cell(name, PLAIN, CHAIN, by_depth, chain_rule(BUDGETS[CHAIN]))
+        yield from self._shapes(name, PLAIN, drafter, paths, deaf, plain_rule)
+        if temperature == 0.0:
+            return
+        yield from self._chains(name, NOISE, drafter, paths, as_it_is)
+        yield from self._shapes(name, NOISE, drafter, paths, as_it_is, lambda budget: noise_rule(budget, USUAL_WEIGHTS))
+        if self._calibration is not None:
+            yield from self._calibrated(self._calibration, temperature, paths)
+        for shape, budget in BUDGETS.items():
+            yield cell(name, HYBRID, shape, by_depth, hybrid_rule(budget, HYBRID_WIDTHS[shape]))
+
+    def _calibrated(self, fitted: Calibration, temperature: float, paths: Sequence[TargetPath]) -> Iterator[Cell]:
+        name, drafter = f"{temperature:g}", self._load(fitted.pooled)
+        yield from self._chains(name, CALIBRATED, drafter, paths, as_it_is)
+        answers = drafted(drafter, paths, told=as_it_is, width=WIDTH, takes_conditional=True)
+        for rule, weights in (
+            (CALIBRATED, (fitted.pooled,)),
+            (CALIBRATED_HERE, (fitted.by_temperature[temperature],)),
+            (CALIBRATED_BY_DEPTH, fitted.by_depth),
+        ):
+            for shape, budget in TREES.items():
+                yield cell(name, rule, shape, answers, noise_rule(budget, *weights))
+
+    def told(
+        self, condition: str, paths: Sequence[TargetPath], hearings: dict[str, Callable[[Sampling], Sampling]]
+    ) -> Iterator[Cell]:
+        """Trees aimed at the noise with a drafter that is told one or the other of the request's sampling."""
+        weights = self._calibration.pooled if self._calibration else USUAL_WEIGHTS
+        for rule, told in hearings.items():
+            yield from self._shapes(
+                condition, rule, self._load(weights), paths, told, lambda budget: noise_rule(budget, weights)
+            )
+
+    def _shapes(
+        self,
+        condition: str,
+        rule: str,
+        drafter: DraftEngine,
+        paths: Sequence[TargetPath],
+        told: Callable[[Sampling], Sampling],
+        build: Callable[[int], SpotRule],
+    ) -> Iterator[Cell]:
+        answers = drafted(drafter, paths, told=told, width=WIDTH, takes_conditional=True)
+        for shape, budget in TREES.items():
+            yield cell(condition, rule, shape, answers, build(budget))
+
+    def _chains(
+        self,
+        condition: str,
+        rule: str,
+        drafter: DraftEngine,
+        paths: Sequence[TargetPath],
+        told: Callable[[Sampling], Sampling],
+    ) -> Iterator[Cell]:
+        """Rows of one token: the drafter's own ranking decides alone."""
+        answers = drafted(drafter, paths, told=told, width=1, takes_conditional=True)
+        yield cell(condition, rule, CHAIN, answers, chain_rule(BUDGETS[CHAIN]))
+
+
+TOLD_ALL = "told all"
+
+
+TRUNCATED, TRUNCATED_NAME = Sampling(temperature=1.0, top_p=0.9), "T = 1, top-p 0.9"
+
+
+def without_top_p(sampling: Sampling) -> Sampling:
+    """What a drafter is told that leaves no token out."""
+    return replace(sampling, top_p=1.0)
+
+
+def at_temperature_one(sampling: Sampling) -> Sampling:
+    """What a drafter is told that always drafts at temperature 1."""
+    return replace(sampling, temperature=1.0)
+
+
+class Results:
+    """What has been measured so far, and its two files."""
+
+    def __init__(self, arguments: argparse.Namespace, drafter: Drafter) -> None:
+        self._arguments, self._drafter = arguments, drafter
+        self._started, self._cpu_started = time.monotonic(), time.process_time()
+        self.calibration: Calibration | None = None
+        self.cells: list[Cell] = []
+        self.told: list[Cell] = []
+
+    def note(self, stage: str) -> None:
+        """Say how far it is."""
+        print(f"{time.process_time() - self._cpu_started:6.0f} s of CPU: {stage}", flush=True)
+
+    def write(self) -> None:
+        """Write both files anew."""
+        stem: Path = self._arguments.output_stem
+        stem.with_suffix(".md").write_text(self._text(), encoding="utf-8")
+        figures = {
+            "calibration": asdict(self.calibration) if self.calibration else None,
+            **{
+                name: [
+                    {**asdict(each), "acceptance_length": each.acceptance_length, "standard_error": each.standard_error}
+                    for each in cells
+                ]
+                for name, cells in (("cells", self.cells), ("told", self.told))
+            },
+        }
+        stem.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+    def _text(self) -> str:
+        arguments, drafter = self._arguments, self._drafter
+        command = (
+            f"python -m benchmarks.ablation.sampling --model {arguments.model} --drafter {arguments.drafter} "
+            f"--num-prompts {arguments.num_prompts} --max-tokens {arguments.max_tokens}"
         )
-        return acceptance.token_ids(star)[0]
-
-
-def grow(target: TargetEngine, sequences: Sequence[Growing], max_tokens: int) -> None:
-    """Run all sequences to their end or to `max_tokens`, MAX_BATCH_SIZE at a time."""
-    ends = set(target.target.end_token_ids)
-    for start in range(0, len(sequences), MAX_BATCH_SIZE):
-        batch = list(sequences[start : start + MAX_BATCH_SIZE])
-        known = [target.open(sequence.session, sequence.prompt, sequence.sampling) for sequence in batch]
-        chunks = [
-            PrefillChunk(sequence.session, sequence.prompt[num_known:], last=True)
-            for sequence, num_known in zip(batch, known, strict=True)
+        largest = max(each.standard_error for each in self.cells)
+        parts = [
+            "# Ablation: trees and acceptance under sampling",
+            f"Tokens a round (bonus included, the prefill's token left out), {arguments.num_prompts} prompts, at most "
+            f"{arguments.max_tokens} tokens each. Target {arguments.model} in float32; drafter {drafter.engine} "
+            f"({drafter.model}), as the draft service runs it by default on this CPU, horizon {drafter.horizon}, at most "
+            f"{drafter.max_prefixes} conditional rows a round. Chain: width 1. Standard error of a figure over the prompts: at "
+            f"most {largest:.2f}; figures of one line are of the same texts, and so are those of one temperature.",
+            table("T", sorted(self.cells, key=lambda each: float(each.condition))),
+            *self._calibrated(),
+            *self._kept(),
+            *self._heard(),
+            f"`{command}`, {(time.process_time() - self._cpu_started) / 60:.0f} minutes of CPU time, "
+            f"{(time.monotonic() - self._started) / 60:.0f} minutes in all on {platform.machine()}, "
+            f"Python {platform.python_version()}, numpy {np.__version__}.",
         ]
-        for sequence, posterior in zip(batch, target.step(chunks), strict=True):
-            _append(sequence, posterior)
-        while running := [
-            sequence for sequence in batch if len(sequence.token_ids) < max_tokens and sequence.token_ids[-1] not in ends
-        ]:
-            trees = [DraftTree.lone_root(sequence.token_ids[-1]) for sequence in running]
-            work = [Scoring(sequence.session, tree) for sequence, tree in zip(running, trees, strict=True)]
-            for sequence, posterior in zip(running, target.step(work), strict=True):
-                _append(sequence, posterior)
-                target.keep(sequence.session, Acceptance((0,), sequence.token_ids[-1]))
-        for sequence in batch:
-            target.release(sequence.session)
+        return "\n\n".join(parts) + "\n"
+
+    def _calibrated(self) -> Iterator[str]:
+        if self.calibration is None:
+            return
+        alone = ", ".join(f"{_pair(each)} at {t:g}" for t, each in self.calibration.by_temperature.items())
+        yield (
+            f"Weights (log-prob, noise), fitted on {NUM_CALIBRATION_PROMPTS} other prompts: default {_pair(USUAL_WEIGHTS)}; "
+            f"calibrated {_pair(self.calibration.pooled)} over all temperatures; {alone}; by depth from the first on "
+            f"{', '.join(map(_pair, self.calibration.by_depth))}. Drafters rank by the pooled ones in all calibrated lines."
+        )
+
+    def _kept(self) -> Iterator[str]:
+        """How much of the acceptance at temperature 0 is left at 1."""
+        found = {(each.condition, each.rule, each.shape): each.acceptance_length for each in self.cells}
+        rule = CALIBRATED if self.calibration else NOISE
+        shares = [
+            f"{shape} {found['1', rule, shape] / found['0', PLAIN, shape]:.0%}"
+            for shape in BUDGETS
+            if ("1", rule, shape) in found and ("0", PLAIN, shape) in found
+        ]
+        if shares:
+            yield f"Acceptance length at T = 1 ({rule}) over that at T = 0: {', '.join(shares)}."
+
+    def _heard(self) -> Iterator[str]:
+        if self.told:
+            yield "## What the drafter is told"
+            yield "Shared noise with the same weights; the drafter's own distribution follows what it is told of the request's."
+            yield table("sampling", self.told)
 
 
-def _append(sequence: Growing, posterior: Posterior) -> None:
-    token_id = sequence.choose(posterior)
-    sequence.token_ids.append(token_id)
-    if sequence.rounds is not None:
-        sequence.rounds.take(token_id)
-
-
-def noise_builder(budget: int, seed: int, weights: Weights) -> Builder:
-    """Trees that aim at the noise with these weights; a noise weight of 0 is the plain tree."""
-
-    def build(root: int, marginals: Marginals, root_position: int) -> BuiltTree:
-        if weights.noise == 0 or not marginals.num_depths:
-            return build_tree(root, marginals, budget)
-        scores = perturb(marginals, seed, root_position, log_prob_weight=weights.log_prob, noise_weight=weights.noise)
-        return build_tree(root, marginals, budget, branch_scores=scores)
-
-    return build
-
-
-def hybrid_builder(budget: int, seed: int, width: int) -> Builder:
-    """Trees whose nodes have up to `width` children, the last drawn."""
-
-    def build(root: int, marginals: Marginals, root_position: int) -> BuiltTree:
-        return build_hybrid_tree(root, marginals, budget, width=width, seed=seed, root_position=root_position)
-
-    return build
-
-
-def replayed(drafter: DraftEngine, sequence: Growing, width: int, weights: Weights, budget: int) -> Rounds:
-    """The rounds that a finished sequence takes with trees of these weights."""
-    sampling = replace(sequence.sampling, shares_noise=weights.noise > 0)
-    build = noise_builder(budget, sampling.seed, Weights(1.0, 0.0) if sampling.is_greedy else weights)
-    rounds = Rounds(drafter, sequence.prompt, sampling, width, build)
-    for token_id in sequence.token_ids:
-        rounds.take(token_id)
-    rounds.close()
-    return rounds
-
-
-def calibrated(drafter: DraftEngine, sequences: Sequence[Growing]) -> Weights:
-    """Weights fitted to rounds over these sequences."""
-    choices = []
-    for sequence in sequences:
-        budget, seed = RECORDING_BUDGET, sequence.sampling.seed
-        inner = noise_builder(budget, seed, DEFAULT_WEIGHTS)
-        starts: list[tuple[BuiltTree, int]] = []
-
-        def build(root: int, marginals: Marginals, root_position: int) -> BuiltTree:
-            built = inner(root, marginals, root_position)  # noqa: B023 - used up before the loop goes on
-            starts.append((built, root_position))  # noqa: B023
-            return built
-
-        rounds = Rounds(drafter, sequence.prompt, sequence.sampling, 32, build)
-        for token_id in sequence.token_ids:
-            rounds.take(token_id)
-        rounds.close()
-        for built, root_position in starts:
-            following = sequence.token_ids[root_position - len(sequence.prompt) + 1 :]
-            choices += choices_of_round(built.tree, built.scores, following, seed, root_position)
-    return fit(choices)
-
-
-def cell(rule: str, shape: Shape, temperature: float, rounds: Sequence[Rounds]) -> Cell:
-    """The figure over many generations."""
-    return Cell(
-        rule,
-        shape.name,
-        temperature,
-        sum(each.num_tokens for each in rounds),
-        sum(each.num_rounds for each in rounds),
-        sum(each.num_draft_tokens for each in rounds),
-    )
-
-
-def cells_of(
-    target: TargetEngine, drafter: DraftEngine, prompts: Sequence[tuple[int, ...]], temperature: float, max_tokens: int
-) -> Iterator[Cell]:
-    """All figures at one temperature."""
-    shapes = [Shape(name, budget, width) for name, (budget, width) in SHAPES.items()]
-    sequences = [Growing(prompt, Sampling(temperature=temperature, seed=100 + number)) for number, prompt in enumerate(prompts)]
-    grow(target, sequences, max_tokens)
-    calibrating, evaluated = sequences[:NUM_CALIBRATION_PROMPTS], sequences[NUM_CALIBRATION_PROMPTS:]
-    rules = {"plain tree": Weights(1.0, 0.0)}
-    if temperature > 0:
-        rules["shared noise"] = DEFAULT_WEIGHTS
-        try:
-            fitted = calibrated(drafter, calibrating)
-            rules[f"shared noise, calibrated ({fitted.log_prob:.2f}, {fitted.noise:.2f})"] = fitted
-        except ValueError as error:  # a drafter that offers nothing to choose from has nothing to calibrate
-            print(f"T = {temperature}: {error}", flush=True)
-    for shape in shapes:
-        for rule, weights in rules.items():
-            rounds = [replayed(drafter, sequence, shape.width, weights, shape.budget) for sequence in evaluated]
-            yield cell(rule, shape, temperature, rounds)
-    if temperature > 0:
-        yield from _hybrid_cells(target, drafter, evaluated, shapes, max_tokens)
-
-
-def _hybrid_cells(
-    target: TargetEngine, drafter: DraftEngine, plain: Sequence[Growing], shapes: Sequence[Shape], max_tokens: int
-) -> Iterator[Cell]:
-    for shape in shapes:
-        growing = []
-        for sequence in plain:
-            sampling = replace(sequence.sampling, shares_noise=False)
-            build = hybrid_builder(shape.budget, sampling.seed, HYBRID_WIDTHS[shape.name])
-            rounds = Rounds(drafter, sequence.prompt, sampling, 32, build)
-            growing.append(Growing(sequence.prompt, sequence.sampling, rounds))
-        grow(target, growing, max_tokens)
-        finished = [sequence.rounds for sequence in growing if sequence.rounds is not None]
-        for each in finished:
-            each.close()
-        yield cell("hybrid rejection", shape, sampling.temperature, finished)
-
-
-def table(cells: Sequence[Cell]) -> str:
-    """The figures as a Markdown table: a line a rule and temperature, a column a shape."""
-    found = {(each.rule, each.temperature, each.shape): each.acceptance_length for each in cells}
-    lines = ["| T | rule | " + " | ".join(SHAPES) + " |", "|---|---|" + "---|" * len(SHAPES)]
-    for temperature, rule in dict.fromkeys((each.temperature, each.rule) for each in cells):
-        figures = [f"{found[rule, temperature, shape]:.2f}" for shape in SHAPES if (rule, temperature, shape) in found]
-        lines.append(f"| {temperature:g} | {rule} | " + " | ".join(figures) + " |")
+def table(title: str, cells: Sequence[Cell]) -> str:
+    """The figures as a Markdown table: a line a condition and rule, a column a shape."""
+    found = {(each.condition, each.rule, each.shape): each.acceptance_length for each in cells}
+    lines = [f"| {title} | rule | " + " | ".join(BUDGETS) + " |", "|---|---|" + "---|" * len(BUDGETS)]
+    for condition, rule in dict.fromkeys((each.condition, each.rule) for each in cells):
+        figures = [f"{found[condition, rule, shape]:.2f}" if (condition, rule, shape) in found else "" for shape in BUDGETS]
+        lines.append(f"| {condition} | {rule} | " + " | ".join(figures) + " |")
     return "\n".join(lines)
 
 
-def report(cells: Sequence[Cell], drafter: DraftEngine, arguments: argparse.Namespace, seconds: float) -> str:
-    """The table with what was measured and how."""
-    described = drafter.drafter
-    command = (
-        f"python -m benchmarks.ablation.sampling --model {arguments.model} --drafter {arguments.drafter} "
-        f"--num-prompts {arguments.num_prompts} --max-tokens {arguments.max_tokens}"
-    )
-    return (
-        "# Ablation: trees and acceptance under sampling\n\n"
-        "Tokens a round (bonus included, the prefill's token left out), "
-        f"{arguments.num_prompts} prompts, at most {arguments.max_tokens} tokens each; float32, {arguments.model}; "
-        f"drafter {described.engine} ({described.model}), horizon {described.horizon}. Calibrated on "
-        f"{NUM_CALIBRATION_PROMPTS} other prompts. Chain: budget 8, width 1.\n\n"
-        f"{table(cells)}\n\n"
-        f"`{command}`, {seconds:.0f} s on {platform.machine()}, "
-        f"Python {platform.python_version()}, numpy {np.__version__}.\n"
-    )
+def _pair(weights: BranchWeights) -> str:
+    return f"({weights.log_prob:.2f}, {weights.noise:.2f})"
 
 
 def main() -> None:
-    """Measure and write the table."""
+    """Measure and write the tables."""
     parser = argparse.ArgumentParser(description="Ablation of trees and acceptance under sampling.")
-    parser.add_argument("--model", default="smollm2-135m", help="target: an alias, a directory, or simulated")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="target: an alias, a directory, or simulated")
     parser.add_argument(
-        "--drafter", default="ngram", help="ngram, simulated, or the alias or directory of a small causal model"
+        "--drafter",
+        default=DFLASH,
+        help="dflash is the one shipped for the target; ngram, simulated, the directory of a drafter that reads features, or "
+        "the alias or directory of a small causal model",
     )
     parser.add_argument("--num-prompts", type=int, default=30)
-    parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--max-tokens", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--temperatures", type=float, nargs="*", default=TEMPERATURES)
     parser.add_argument("--output-stem", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    started = time.monotonic()
-    target, drafter = load_target(arguments.model, arguments.threads), load_drafter(arguments.drafter)
+    load = lru_cache(partial(load_drafter, arguments.model, arguments.drafter))
+    results = Results(arguments, load(USUAL_WEIGHTS).drafter)
+    target = load_target(arguments.model, arguments.drafter, arguments.threads)
     tokenization = tokenization_of(arguments.model)
     lines = PROMPTS.read_text(encoding="utf-8").splitlines()[: NUM_CALIBRATION_PROMPTS + arguments.num_prompts]
     prompts = [tuple(tokenization.encode_chat([{"role": "user", "content": line}])) for line in lines]
-    cells: list[Cell] = []
+    run(arguments, target, load, prompts, results)
+
+
+def run(
+    arguments: argparse.Namespace,
+    target: TargetEngine,
+    load: Callable[[BranchWeights], DraftEngine],
+    prompts: Sequence[tuple[int, ...]],
+    results: Results,
+) -> None:
+    """Paths, calibration, tables; files are written as figures come."""
+    paths: dict[float, list[TargetPath]] = {}
+    known: list[TargetPath] = []
     for temperature in arguments.temperatures:
-        cells += cells_of(target, drafter, prompts, temperature, arguments.max_tokens)
-        text = report(cells, drafter, arguments, time.monotonic() - started)
-        arguments.output_stem.with_suffix(".md").write_text(text, encoding="utf-8")
-        figures = [{**asdict(each), "acceptance_length": each.acceptance_length} for each in cells]
-        arguments.output_stem.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        paths[temperature] = follow(target, prompts, Sampling(temperature=temperature), arguments.max_tokens, known)
+        known = known or paths[temperature]
+        results.note(f"paths at T = {temperature:g}")
+    evaluated = {temperature: each[NUM_CALIBRATION_PROMPTS:] for temperature, each in paths.items()}
+    results.calibration = calibrated(
+        load(USUAL_WEIGHTS),
+        {temperature: each[:NUM_CALIBRATION_PROMPTS] for temperature, each in paths.items() if temperature > 0.0},
+    )
+    results.note("calibrated")
+    ablation = Ablation(load, results.calibration)
+    for temperature, each in evaluated.items():
+        results.cells += ablation.cells(temperature, each)
+        results.note(f"rules at T = {temperature:g}")
+        results.write()
+    for temperature in sorted(set(evaluated) - {0.0, 1.0}):
+        name, rule = f"T = {temperature:g}", CALIBRATED if results.calibration else NOISE
+        results.told += [
+            replace(each, condition=name, rule=TOLD_ALL)
+            for each in results.cells
+            if (each.condition, each.rule) == (f"{temperature:g}", rule) and each.shape in TREES
+        ]
+        results.told += ablation.told(name, evaluated[temperature], {"told temperature 1": at_temperature_one})
+        results.note(f"told at T = {temperature:g}")
+        results.write()
+    truncated = follow(
+        target, prompts[NUM_CALIBRATION_PROMPTS:], TRUNCATED, arguments.max_tokens, known[NUM_CALIBRATION_PROMPTS:]
+    )
+    results.told += ablation.told(TRUNCATED_NAME, truncated, {TOLD_ALL: as_it_is, "told no top-p": without_top_p})
+    results.note(f"told at {TRUNCATED_NAME}")
+    results.write()
+
+
+def calibrated(drafter: DraftEngine, paths: dict[float, list[TargetPath]]) -> Calibration | None:
+    """What these paths are fitted to; None of a drafter that offers nothing to choose from."""
+    choices = {temperature: calibration_choices(drafter, each) for temperature, each in paths.items()}
+    try:
+        return Calibration.of(choices)
+    except ValueError as error:
+        print(f"not calibrated: {error}", flush=True)
+        return None
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from torch import Tensor
 from draft_service.engine import KV_PAGE_SIZE, KV_TOKENS, Drafter
 from draft_service.engines.feature_drafter import FeatureDrafter
 from draft_service.engines.target_tensors import TargetTensors, load_target_tensors, load_tensors
-from treewire.checkpoint import DFLASH, architecture_of, feature_projection, read_config
+from treewire.checkpoint import DFLASH, architecture_of, feature_projection, read_branch_weights, read_config
+from treewire.core.build import BranchWeights
 from treewire.kv.pages import PagedKv
 from treewire.kv.store import KvStore
 from treewire.vocabulary import load_tokenizer, vocabulary_hash
@@ -32,6 +33,7 @@ def load_feature_drafter(
     width: int = 64,
     beam: int | None = None,
     num_threads: int | None = None,
+    weights: BranchWeights | None = None,
     kv_tokens: int = KV_TOKENS,
     kv_page_size: int = KV_PAGE_SIZE,
 ) -> FeatureDrafter:
@@ -40,6 +42,7 @@ def load_feature_drafter(
     `name` is what people read; `horizon` and `width` are cut to what the drafter has; `num_threads` is of the whole process.
     `dtype` "int8", for recurrent drafters, rounds their matrices; "auto" is that for them, and float32 for block drafters.
     `beam` is how many prefixes a recurrent drafter describes at each depth, None its default; block drafters take 1 alone.
+    `weights` rank branches, in the place of those beside the checkpoint.
     `kv_tokens` positions' keys and values fit in all sessions together, in pages of `kv_page_size`.
     Raises ValueError, with the reason, for a checkpoint that this engine does not run or that does not fit the target.
     """
@@ -73,6 +76,7 @@ def load_feature_drafter(
         tapped_layers=projection.tapped_layers,
         feature_projection_hash=projection.hash,
         max_prefixes=(beam - 1) * (min(horizon, own_horizon) - 1),
+        weights=weights or read_branch_weights(checkpoint),
     )
     return FeatureDrafter(network, drafter, kv)
 

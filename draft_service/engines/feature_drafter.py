@@ -15,6 +15,7 @@ from torch import Tensor
 from draft_service.engine import Drafter, Proposal, SessionId
 from draft_service.engines.admission import check_proposals, check_room, check_start, grant
 from draft_service.engines.torch_ranking import SessionNoise
+from treewire.core.build import USUAL_WEIGHTS
 from treewire.core.sampling import Sampling
 from treewire.core.tree import Marginals
 from treewire.kv.pages import PagedKv
@@ -104,8 +105,8 @@ class FeatureDrafter:
 
     Each committed position is computed once, when its features arrive: with `take_in`, or with a proposal. `positions_computed`
     counts them. A page that another session has computed from the same tokens and the same features, bit for bit, is shared
-    and not computed again. Drafted positions are in no page. Penalties and truncation (top-k, top-p, min-p) are not applied:
-    they cost acceptance, never correctness.
+    and not computed again. Drafted positions are in no page. Penalties, biases and min tokens are not applied: that costs
+    acceptance, never correctness.
 
     `start` takes the prompt's pages, a proposal those of its commit. Either raises KvExhausted, naming the session, before
     anything is computed or taken.
@@ -137,7 +138,8 @@ class FeatureDrafter:
         """Make room for a session. Computes nothing: the prompt's features are still to come."""
         check_start(self.drafter, self._sessions, session, prompt)
         check_room(self._kv, session, self._kv.room_for(prompt, self.drafter.horizon + 1, shares=False))
-        noise = SessionNoise(sampling, self.drafter.vocabulary_size, self._network.candidate_ids)
+        weights = self.drafter.weights or USUAL_WEIGHTS
+        noise = SessionNoise(sampling, self.drafter.vocabulary_size, self._network.candidate_ids, weights)
         nothing = torch.zeros(self.drafter.feature_size, device=self._network.device)
         self._sessions[session] = _Session(SessionRows(self._kv, prompt, shares=False), nothing, list(prompt), noise)
 

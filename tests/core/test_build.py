@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.core.notation import text, token
-from treewire.core.build import BuiltTree, build_tree, perturb
+from treewire.core.build import BranchWeights, BuiltTree, build_tree, perturb
 from treewire.core.hybrid import build_hybrid_tree
 from treewire.core.noise import noise_row
 from treewire.core.tree import Marginals
@@ -199,17 +199,26 @@ def test_branch_scores_do_not_bring_back_the_impossible() -> None:
 def test_perturb() -> None:
     """Branch scores are the weighted log-prob plus the weighted noise of the position that the row speaks of."""
     marginals = marginals_of([[-0.5, -1.0], [-0.25, -math.inf]])
-    scores = perturb(marginals, 7, 100, log_prob_weight=0.5, noise_weight=2.0)
+    scores = perturb(marginals, 7, 100, BranchWeights(0.5, 2.0))
     noise = np.stack([noise_row(7, 101, 32)[[0, 1]], noise_row(7, 102, 32)[[10, 11]]])
     np.testing.assert_array_equal(scores, 0.5 * marginals.log_probs.astype(np.float64) + 2.0 * noise)
     assert perturb(Marginals.empty(), 7, 100).shape == (0, 0)
 
 
 @pytest.mark.parametrize("weights", [(0.0, 1.0), (math.nan, 1.0), (math.inf, 1.0), (1.0, -1.0), (1.0, math.nan)])
-def test_perturb_refusals(weights: tuple[float, float]) -> None:
+def test_weights_that_are_refused(weights: tuple[float, float]) -> None:
     """Weights that would turn the ranking around or make NaN are refused."""
     with pytest.raises(ValueError, match="weight is"):
-        perturb(marginals_of([[-1.0]]), 0, 0, log_prob_weight=weights[0], noise_weight=weights[1])
+        BranchWeights(*weights)
+
+
+def test_weights_at_a_temperature() -> None:
+    """In proportion to it up to 1; greedy decoding has no noise to weigh."""
+    weights = BranchWeights(0.8, 0.4)
+    assert weights.at(0.5) == BranchWeights(0.4, 0.2)
+    assert weights.at(1.0) == weights.at(2.0) == weights
+    with pytest.raises(ValueError, match="weight is"):
+        weights.at(0.0)
 
 
 ALPHABET = range(4)
@@ -285,7 +294,7 @@ def test_conditional_trees_are_nested_and_certified(marginals: Marginals, budget
 @given(conditional_marginals(), st.integers(0, 2**32 - 1), st.integers(0, 40))
 def test_branch_scores_of_conditional_marginals(marginals: Marginals, seed: int, budget: int) -> None:
     """Perturbed scores rank each path's own children: normalised in its row, with the noise of its children's position."""
-    branch_scores = perturb(marginals, seed, 100, log_prob_weight=0.5, noise_weight=2.0)
+    branch_scores = perturb(marginals, seed, 100, BranchWeights(0.5, 2.0))
     for row, depth in enumerate([*range(1, marginals.num_depths + 1), *(len(path) + 1 for path in marginals.prefixes)]):
         noise = noise_row(seed, 100 + depth, 8)[marginals.token_ids[row]]
         np.testing.assert_array_equal(branch_scores[row], 0.5 * marginals.log_probs[row].astype(np.float64) + 2.0 * noise)

@@ -14,12 +14,15 @@ def test_choices_of_a_round() -> None:
     """Each committed token that was one of several on offer is a choice, with the noise of its own position."""
     tree = DraftTree((9, 1, 2, 3, 4, 5), (-1, 0, 0, 2, 2, 4))
     scores = (0.0, -1.0, -0.5, -2.0, -1.5, -3.0)
-    first, second = choices_of_round(tree, scores, (2, 4, 5, 7), seed=3, root_position=10)
+    first, second = choices_of_round(tree, scores, (2, 4, 5, 7), seed=3, root_position=10, temperature=1.0)
     assert (first.taken, second.taken) == (1, 1)
+    assert (first.depth, second.depth) == (1, 2)
     np.testing.assert_allclose(first.features[:, 0], [-1.0, -0.5])
     np.testing.assert_allclose(second.features[:, 0], [-1.5, -1.0])
     np.testing.assert_allclose(second.features[:, 1], noise_at(3, 12, [3, 4]))
-    assert list(choices_of_round(tree, scores, (6,), seed=3, root_position=10)) == []
+    cooler, _ = choices_of_round(tree, scores, (2, 4, 5, 7), seed=3, root_position=10, temperature=0.5)
+    np.testing.assert_allclose(cooler.features, 0.5 * first.features)
+    assert list(choices_of_round(tree, scores, (6,), seed=3, root_position=10, temperature=1.0)) == []
 
 
 @pytest.mark.parametrize("error", [0.0, 1.5])
@@ -32,13 +35,13 @@ def test_fit_recovers_how_far_a_drafter_is_to_be_trusted(error: float) -> None:
         noise = noise_at(1, position, np.arange(6))
         drafted = target + rng.normal(scale=error, size=6)
         choices.append(Choice(np.column_stack([drafted, noise]), int((target + noise).argmax())))
-    log_prob, noise_weight = fit(choices)
+    weights = fit(choices)
     if error == 0.0:
-        assert log_prob > 5
-        assert log_prob == pytest.approx(noise_weight, rel=0.1)
+        assert weights.log_prob > 5
+        assert weights.log_prob == pytest.approx(weights.noise, rel=0.1)
     else:
-        assert 0.5 < log_prob < 1.5
-        assert 0.3 < noise_weight < 2.0
+        assert 0.5 < weights.log_prob < 1.5
+        assert 0.3 < weights.noise < 2.0
 
 
 def test_too_few_choices() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +24,8 @@ from draft_service.engines.recurrent.model import DraftCache, Ingestion, draft
 from draft_service.engines.torch_ranking import SessionNoise, rank
 from tests.engines.tiny_drafters import HIDDEN_SIZE, save_dflash, save_recurrent
 from tests.engines.tiny_models import VOCABULARY_SIZE, save_tiny_model
-from treewire.core.build import perturb
+from treewire.checkpoint import CALIBRATION, CHECKSUMS, write_branch_weights
+from treewire.core.build import BranchWeights, perturb
 from treewire.core.noise import noise_row
 from treewire.core.sampling import Sampling
 from treewire.core.tree import Commit, Marginals
@@ -182,17 +184,38 @@ def test_only_these_engines_read_features(engine: FeatureDrafter) -> None:
     assert not isinstance(NgramDrafter(), FeatureReader)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, seed=11)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.7, seed=11),
+        Sampling(temperature=0.7, seed=11, top_k=35),
+        Sampling(temperature=0.7, seed=11, top_p=0.8),
+        Sampling(temperature=0.7, seed=11, top_k=40, top_p=0.6, min_p=0.02),
+        Sampling(temperature=0.7, seed=11, min_p=0.05),
+    ],
+)
 def test_ranking_is_that_of_the_other_engines(sampling: Sampling) -> None:
-    """On torch as in numpy: the same tokens in the same order with the same log-probs, equals by the lower token id."""
+    """On torch as in numpy: the same tokens in the same order with the same log-probs, equals by the lower token id; top-k,
+    top-p and min-p leave the same ones."""
     logits = np.random.default_rng(1).standard_normal((3, VOCABULARY_SIZE)).astype(np.float32)
     logits[:, 10:40] = logits[:, 40:70]  # many equals
-    noise = SessionNoise(sampling, VOCABULARY_SIZE, None)
+    noise = SessionNoise(sampling, VOCABULARY_SIZE, None, BranchWeights(1.0, 1.0))
     ranked = rank(torch.from_numpy(logits), [noise] * 3, [4, 5, 9], 20)
     for row, position in enumerate((4, 5, 9)):
         expected = rank_vocabulary(logits[row], sampling, position, 20)
         np.testing.assert_array_equal(ranked.token_ids[row].numpy(), expected.token_ids)
         np.testing.assert_allclose(ranked.log_probs[row].numpy(), expected.log_probs, atol=1e-5)
+
+
+def test_ranking_by_weights() -> None:
+    """What log-prob and noise count is the drafter's own, half as much at temperature 0.5; greedy rows rank by log-prob."""
+    logits = np.random.default_rng(1).standard_normal((2, VOCABULARY_SIZE)).astype(np.float32)
+    noise = SessionNoise(Sampling(temperature=0.5, seed=3), VOCABULARY_SIZE, None, BranchWeights(0.8, 3.0))
+    ranked = rank(torch.from_numpy(logits), [noise, SessionNoise(Sampling(), VOCABULARY_SIZE, None)], [4, 4], 20)
+    scores = 0.4 * 2.0 * logits[0] + 1.5 * noise_row(3, 4, VOCABULARY_SIZE)
+    assert ranked.token_ids[0].tolist() == np.argsort(-scores, kind="stable")[:20].tolist()
+    assert ranked.token_ids[1].tolist() == np.argsort(-logits[1], kind="stable")[:20].tolist()
 
 
 def test_drafters_do_not_aim_at_noise_that_the_target_does_not_draw_with() -> None:
@@ -243,6 +266,41 @@ def test_checkpoints_that_cannot_be_run_are_refused(changes: dict[str, Any], com
     target = save_tiny_model(tmp_path / "target", "llama")
     with pytest.raises(ValueError, match=complaint):
         load_feature_drafter(rewrite(save_dflash(tmp_path / "drafter"), **changes), target)
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_weights_beside_a_checkpoint_are_the_drafter_s(kind: str, tmp_path: Path) -> None:
+    """What calibration left is what it ranks by, and says; the checksums beside it, if there are any, tell it too."""
+    target, drafter = save_tiny_model(tmp_path / "target", "llama"), SAVED[kind](tmp_path / "drafter")
+    assert load_feature_drafter(drafter, target).drafter.weights is None
+    (drafter / CHECKSUMS).write_text("0  config.json\n1  model.safetensors\n")
+    for weights in (BranchWeights(0.3, 0.9), BranchWeights(0.4, 0.8)):
+        path = write_branch_weights(drafter, weights)
+        assert load_feature_drafter(drafter, target).drafter.weights == weights
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (drafter / CHECKSUMS).read_text() == f"{digest}  {CALIBRATION}\n0  config.json\n1  model.safetensors\n"
+    told = BranchWeights(1.0, 0.0)
+    assert load_feature_drafter(drafter, target, weights=told).drafter.weights == told
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("0.5", "is no calibration with log_prob_weight and noise_weight"),
+        ("{", "is no calibration"),
+        ('{"log_prob_weight": 0.5}', "noise_weight"),
+        ('{"log_prob_weight": 0, "noise_weight": 1}', "log_prob_weight is 0.0, it must be above 0 and at most 10"),
+        ('{"log_prob_weight": 1, "noise_weight": NaN}', "noise_weight is nan, it must be from 0 to 10"),
+        ('{"log_prob_weight": 1, "noise_weight": "much"}', "is no calibration"),
+    ],
+)
+def test_malformed_weights_are_refused(text: str, complaint: str, tmp_path: Path) -> None:
+    """At loading, with the file and what is wrong with it."""
+    target, drafter = save_tiny_model(tmp_path / "target", "llama"), save_recurrent(tmp_path / "drafter")
+    (drafter / CALIBRATION).write_text(text)
+    with pytest.raises(ValueError, match=complaint) as refusal:
+        load_feature_drafter(drafter, target)
+    assert str(drafter / CALIBRATION) in str(refusal.value)
 
 
 @pytest.mark.parametrize(

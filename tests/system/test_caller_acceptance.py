@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from examples import typical_acceptance
 from examples.typical_acceptance import TypicalRule
+from gateway.tokenization import Tokenization
 from tests.system.local_stack import MODEL, local_stack, verify_server
 from treewire import wire
 from treewire.core.sampling import Sampling
@@ -100,6 +102,53 @@ async def test_caller_out_of_turn_is_refused() -> None:
         await raw.read()
         with pytest.raises(Incompatible, match="keep without"):
             await raw.answer(keep=verify_pb2.Keep(nodes=[0], next_token_id=3))
+
+
+REGEX = "[0-9]{5}( oak| ash)"
+FORBIDDEN = Tokenization.simulated().encode("tree", False)[0]
+DIGITS = [Tokenization.simulated().encode(digit, False)[0] for digit in "0123456789"]
+
+
+async def test_caller_accepts_within_a_structure() -> None:
+    """Choices and node probabilities are of what the structure allows; forbidden nodes are not computed. What is kept of them
+    follows the structure to its end, several tokens at once."""
+    tokenization, output, most_kept = Tokenization.simulated(), list[int](), 0
+    async with session(tree_pb2.ACCEPTANCE_CALLER, num_node_probabilities=4, regex=REGEX) as raw:
+        scored = (await raw.read()).scored
+        nodes = [0]
+        while True:
+            likeliest = [token_id for node in nodes for token_id in scored.node_probabilities[node].token_ids]
+            pieces = [tokenization.piece(token_id) for token_id in likeliest if token_id != MODEL.end_token_id]
+            assert set("".join(pieces)) <= set("0123456789 oaksh")
+            next_token_id = scored.posterior[nodes[-1]]
+            await raw.send(keep=verify_pb2.Keep(nodes=nodes, next_token_id=next_token_id))
+            output.append(next_token_id)
+            if next_token_id == MODEL.end_token_id:
+                break
+            tokens = [output[-1], FORBIDDEN, *DIGITS, DIGITS[0]]
+            parents = [-1, 0, *[0] * len(DIGITS), 1]
+            scored = (await raw.answer(tree=tree_pb2.DraftTree(token_ids=tokens, parents=parents))).scored
+            assert [scored.posterior[node] for node in (1, len(tokens) - 1)] == [-1, -1]
+            assert not scored.node_probabilities[1].token_ids
+            nodes = [0, *(node for node in range(2, len(tokens) - 1) if tokens[node] == scored.posterior[0])]
+            output += [tokens[node] for node in nodes[1:]]
+            most_kept = max(most_kept, len(nodes))
+    assert re.fullmatch(REGEX, "".join(map(tokenization.piece, output[:-1])))
+    assert most_kept == 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "next_token_id", "reason"),
+    [([0, 1], DIGITS[0], "node 1 is forbidden by the structure"), ([0], FORBIDDEN, "does not match the structure")],
+)
+async def test_caller_cannot_keep_what_the_structure_forbids(nodes: list[int], next_token_id: int, reason: str) -> None:
+    """Neither a node nor the token behind the last one."""
+    async with session(tree_pb2.ACCEPTANCE_CALLER, regex=REGEX) as raw:
+        root = (await raw.read()).scored.posterior[0]
+        await raw.send(keep=verify_pb2.Keep(nodes=[0], next_token_id=root))
+        await raw.answer(tree=tree_pb2.DraftTree(token_ids=[root, FORBIDDEN], parents=[-1, 0]))
+        with pytest.raises(InvalidRequest, match=reason):
+            await raw.answer(keep=verify_pb2.Keep(nodes=nodes, next_token_id=next_token_id))
 
 
 async def test_caller_is_refused_log_probs() -> None:

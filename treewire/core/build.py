@@ -15,7 +15,38 @@ from treewire.core.noise import noise_at
 from treewire.core.tree import ROOT_PARENT, DraftTree, Marginals
 
 MISSING = math.inf
-LOG_PROB_WEIGHT, NOISE_WEIGHT = 0.7, 0.5
+LARGEST_WEIGHT = 10.0  # above it a branch is all or nothing
+
+
+@dataclass(frozen=True)
+class BranchWeights:
+    """What a drafter's log-prob and the shared noise count in the ranking of branches at temperature 1; less below (see `at`).
+    `treewire calibrate` fits them.
+
+    Any weights are lossless, the defaults suit a weak drafter. Raises ValueError unless 0 < `log_prob` <= LARGEST_WEIGHT and
+    0 <= `noise` <= LARGEST_WEIGHT.
+    """
+
+    log_prob: float = 0.7
+    noise: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.log_prob <= LARGEST_WEIGHT:
+            raise ValueError(f"log_prob_weight is {self.log_prob}, it must be above 0 and at most {LARGEST_WEIGHT:g}")
+        if not 0.0 <= self.noise <= LARGEST_WEIGHT:
+            raise ValueError(f"noise_weight is {self.noise}, it must be from 0 to {LARGEST_WEIGHT:g}")
+
+    def at(self, temperature: float) -> BranchWeights:
+        """The weights at a temperature above 0: in proportion to it up to 1, since log-probs there have been divided by it.
+
+        So trees go over into those of greedy decoding as the temperature goes to 0, and how far the drafter is to be trusted
+        stays the same. Raises ValueError for temperature 0, at which there is no noise to weigh.
+        """
+        share = min(temperature, 1.0)
+        return BranchWeights(share * self.log_prob, share * self.noise)
+
+
+USUAL_WEIGHTS = BranchWeights()
 
 
 @dataclass(frozen=True)
@@ -87,26 +118,14 @@ def build_tree(
     return _grow(root_token_id, _ranked(marginals, branch_scores, depth_limit, budget), budget, marginals.width)
 
 
-def perturb(
-    marginals: Marginals,
-    seed: int,
-    root_position: int,
-    *,
-    log_prob_weight: float = LOG_PROB_WEIGHT,
-    noise_weight: float = NOISE_WEIGHT,
-) -> NDArray[np.float64]:
+def perturb(marginals: Marginals, seed: int, root_position: int, weights: BranchWeights = USUAL_WEIGHTS) -> NDArray[np.float64]:
     """Branch scores that aim a tree at the sample which the target is about to draw: log-prob and shared noise, weighted.
 
-    Float64 [rows, width]; a row of depth d holds tokens for the position `root_position` + d. Any weights are lossless, the
-    defaults suit a weak drafter. Raises ValueError if a weight is not finite, the first not above 0, the second below 0.
+    Float64 [rows, width]; a row of depth d holds tokens for the position `root_position` + d.
     """
-    if not 0.0 < log_prob_weight < math.inf:
-        raise ValueError(f"log_prob_weight is {log_prob_weight}, it must be above 0 and finite")
-    if not 0.0 <= noise_weight < math.inf:
-        raise ValueError(f"noise_weight is {noise_weight}, it must be at least 0 and finite")
     positions = root_position + marginals.row_depths[:, np.newaxis]
     noise = noise_at(seed, positions, marginals.token_ids)
-    return log_prob_weight * marginals.log_probs.astype(np.float64) + noise_weight * noise
+    return weights.log_prob * marginals.log_probs.astype(np.float64) + weights.noise * noise
 
 
 class _Ranked(NamedTuple):

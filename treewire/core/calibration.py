@@ -12,32 +12,31 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from treewire.core.build import LARGEST_WEIGHT, BranchWeights
 from treewire.core.noise import noise_at
 from treewire.core.tree import DraftTree
 
 FEWEST_CHOICES = 20
-LARGEST_WEIGHT = 10.0  # above it a branch is all or nothing
 _LOWEST_WEIGHT = 0.01
 _NUM_NEWTON_STEPS = 50
 _RIDGE = 1e-3
 
 
 class Choice(NamedTuple):
-    """Tokens on offer after one node: drafter's log-prob and noise of each, float64 [tokens, 2], and the one that was taken."""
+    """Tokens on offer after one node: drafter's log-prob and noise of each, float64 [tokens, 2], and the one that was taken.
+
+    Both are times the temperature, up to 1, as weights are (`BranchWeights.at`).
+
+    `depth` is that of the tokens, 1 that of the root's children.
+    """
 
     features: NDArray[np.float64]
     taken: int
-
-
-class Weights(NamedTuple):
-    """What a drafter's log-prob and the shared noise count in the ranking of branches."""
-
-    log_prob: float
-    noise: float
+    depth: int = 1
 
 
 def choices_of_round(
-    tree: DraftTree, scores: Sequence[float], committed: Sequence[int], seed: int, root_position: int
+    tree: DraftTree, scores: Sequence[float], committed: Sequence[int], seed: int, root_position: int, temperature: float
 ) -> Iterator[Choice]:
     """The choices that a round shows: one for each committed token that its tree offered among others.
 
@@ -53,11 +52,11 @@ def choices_of_round(
         if len(offered) > 1:
             log_probs = [scores[child] - scores[node] for child in offered]
             noise = noise_at(seed, root_position + depth, token_ids)
-            yield Choice(np.column_stack([log_probs, noise]).astype(np.float64), taken)
+            yield Choice(min(temperature, 1.0) * np.column_stack([log_probs, noise]).astype(np.float64), taken, depth)
         node = offered[taken]
 
 
-def fit(choices: Iterable[Choice]) -> Weights:
+def fit(choices: Iterable[Choice]) -> BranchWeights:
     """The weights under which the choices taken are likeliest; not below 0.01 and 0, and scaled to at most LARGEST_WEIGHT.
 
     Raises ValueError if there are fewer than FEWEST_CHOICES choices.
@@ -78,7 +77,7 @@ def fit(choices: Iterable[Choice]) -> Weights:
         if np.abs(step).max() < 1e-6:
             break
     weights = weights * min(1.0, LARGEST_WEIGHT / float(np.abs(weights).max()))
-    return Weights(max(_LOWEST_WEIGHT, float(weights[0])), max(0.0, float(weights[1])))
+    return BranchWeights(max(_LOWEST_WEIGHT, float(weights[0])), max(0.0, float(weights[1])))
 
 
 def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:

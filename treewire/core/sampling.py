@@ -49,6 +49,11 @@ class Sampling:
         return self.temperature == 0.0
 
     @property
+    def truncates(self) -> bool:
+        """True if tokens may be left out for being unlikely: by top-k, top-p or min-p."""
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
     def reads_history(self) -> bool:
         """True if the chain depends on what was said before."""
         penalties = (self.repetition_penalty != 1.0, self.presence_penalty != 0.0, self.frequency_penalty != 0.0)

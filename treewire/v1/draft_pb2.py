@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from treewire.v1 import tree_pb2 as treewire_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17treewire/v1/draft.proto\x12\x0btreewire.v1\x1a\x16treewire/v1/tree.proto\"\xff\x01\n\tDraftOpen\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12(\n\x06target\x18\x02 \x01(\x0b\x32\x18.treewire.v1.Fingerprint\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.treewire.v1.Sampling\x12\x0f\n\x07horizon\x18\x05 \x01(\x05\x12\r\n\x05width\x18\x06 \x01(\x05\x12\x1c\n\x0frank_with_noise\x18\x07 \x01(\x08H\x00\x88\x01\x01\x12\x19\n\x11takes_conditional\x18\x08 \x01(\x08\x42\x12\n\x10_rank_with_noise\"\xaf\x01\n\x0b\x44raftLimits\x12\x0f\n\x07horizon\x18\x01 \x01(\x05\x12\r\n\x05width\x18\x02 \x01(\x05\x12\x13\n\x0bmax_context\x18\x03 \x01(\x05\x12\x16\n\x0eneeds_features\x18\x04 \x01(\x08\x12-\n\x0b\x66ingerprint\x18\x05 \x01(\x0b\x32\x18.treewire.v1.Fingerprint\x12\x0e\n\x06\x65ngine\x18\x06 \x01(\t\x12\x14\n\x0cmax_prefixes\x18\x07 \x01(\x05\"\x91\x01\n\x0c\x44raftRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.treewire.v1.DraftOpenH\x00\x12)\n\x08\x66\x65\x61tures\x18\x02 \x01(\x0b\x32\x15.treewire.v1.FeaturesH\x00\x12%\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.treewire.v1.CommitH\x00\x42\x07\n\x05\x65vent\"\x8e\x01\n\rDraftResponse\x12\x31\n\raccepted_open\x18\x01 \x01(\x0b\x32\x18.treewire.v1.DraftLimitsH\x00\x12+\n\tmarginals\x18\x02 \x01(\x0b\x32\x16.treewire.v1.MarginalsH\x00\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\x42\x07\n\x05\x65vent\"\x13\n\x11GetDrafterRequest\"\x7f\n\x12GetDrafterResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12(\n\x06limits\x18\x02 \x01(\x0b\x32\x18.treewire.v1.DraftLimits\x12\x14\n\x0cnum_sessions\x18\x03 \x01(\x05\x12\x0f\n\x07version\x18\x04 \x01(\t2\xa1\x01\n\x0c\x44raftService\x12\x42\n\x05\x44raft\x12\x19.treewire.v1.DraftRequest\x1a\x1a.treewire.v1.DraftResponse(\x01\x30\x01\x12M\n\nGetDrafter\x12\x1e.treewire.v1.GetDrafterRequest\x1a\x1f.treewire.v1.GetDrafterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17treewire/v1/draft.proto\x12\x0btreewire.v1\x1a\x16treewire/v1/tree.proto\"\xff\x01\n\tDraftOpen\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12(\n\x06target\x18\x02 \x01(\x0b\x32\x18.treewire.v1.Fingerprint\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.treewire.v1.Sampling\x12\x0f\n\x07horizon\x18\x05 \x01(\x05\x12\r\n\x05width\x18\x06 \x01(\x05\x12\x1c\n\x0frank_with_noise\x18\x07 \x01(\x08H\x00\x88\x01\x01\x12\x19\n\x11takes_conditional\x18\x08 \x01(\x08\x42\x12\n\x10_rank_with_noise\"\xe3\x01\n\x0b\x44raftLimits\x12\x0f\n\x07horizon\x18\x01 \x01(\x05\x12\r\n\x05width\x18\x02 \x01(\x05\x12\x13\n\x0bmax_context\x18\x03 \x01(\x05\x12\x16\n\x0eneeds_features\x18\x04 \x01(\x08\x12-\n\x0b\x66ingerprint\x18\x05 \x01(\x0b\x32\x18.treewire.v1.Fingerprint\x12\x0e\n\x06\x65ngine\x18\x06 \x01(\t\x12\x14\n\x0cmax_prefixes\x18\x07 \x01(\x05\x12\x32\n\x0e\x62ranch_weights\x18\x08 \x01(\x0b\x32\x1a.treewire.v1.BranchWeights\"0\n\rBranchWeights\x12\x10\n\x08log_prob\x18\x01 \x01(\x01\x12\r\n\x05noise\x18\x02 \x01(\x01\"\x91\x01\n\x0c\x44raftRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.treewire.v1.DraftOpenH\x00\x12)\n\x08\x66\x65\x61tures\x18\x02 \x01(\x0b\x32\x15.treewire.v1.FeaturesH\x00\x12%\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.treewire.v1.CommitH\x00\x42\x07\n\x05\x65vent\"\x8e\x01\n\rDraftResponse\x12\x31\n\raccepted_open\x18\x01 \x01(\x0b\x32\x18.treewire.v1.DraftLimitsH\x00\x12+\n\tmarginals\x18\x02 \x01(\x0b\x32\x16.treewire.v1.MarginalsH\x00\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\x42\x07\n\x05\x65vent\"\x13\n\x11GetDrafterRequest\"\x7f\n\x12GetDrafterResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12(\n\x06limits\x18\x02 \x01(\x0b\x32\x18.treewire.v1.DraftLimits\x12\x14\n\x0cnum_sessions\x18\x03 \x01(\x05\x12\x0f\n\x07version\x18\x04 \x01(\t2\xa1\x01\n\x0c\x44raftService\x12\x42\n\x05\x44raft\x12\x19.treewire.v1.DraftRequest\x1a\x1a.treewire.v1.DraftResponse(\x01\x30\x01\x12M\n\nGetDrafter\x12\x1e.treewire.v1.GetDrafterRequest\x1a\x1f.treewire.v1.GetDrafterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTOPEN']._serialized_start=65
   _globals['_DRAFTOPEN']._serialized_end=320
   _globals['_DRAFTLIMITS']._serialized_start=323
-  _globals['_DRAFTLIMITS']._serialized_end=498
-  _globals['_DRAFTREQUEST']._serialized_start=501
-  _globals['_DRAFTREQUEST']._serialized_end=646
-  _globals['_DRAFTRESPONSE']._serialized_start=649
-  _globals['_DRAFTRESPONSE']._serialized_end=791
-  _globals['_GETDRAFTERREQUEST']._serialized_start=793
-  _globals['_GETDRAFTERREQUEST']._serialized_end=812
-  _globals['_GETDRAFTERRESPONSE']._serialized_start=814
-  _globals['_GETDRAFTERRESPONSE']._serialized_end=941
-  _globals['_DRAFTSERVICE']._serialized_start=944
-  _globals['_DRAFTSERVICE']._serialized_end=1105
+  _globals['_DRAFTLIMITS']._serialized_end=550
+  _globals['_BRANCHWEIGHTS']._serialized_start=552
+  _globals['_BRANCHWEIGHTS']._serialized_end=600
+  _globals['_DRAFTREQUEST']._serialized_start=603
+  _globals['_DRAFTREQUEST']._serialized_end=748
+  _globals['_DRAFTRESPONSE']._serialized_start=751
+  _globals['_DRAFTRESPONSE']._serialized_end=893
+  _globals['_GETDRAFTERREQUEST']._serialized_start=895
+  _globals['_GETDRAFTERREQUEST']._serialized_end=914
+  _globals['_GETDRAFTERRESPONSE']._serialized_start=916
+  _globals['_GETDRAFTERRESPONSE']._serialized_end=1043
+  _globals['_DRAFTSERVICE']._serialized_start=1046
+  _globals['_DRAFTSERVICE']._serialized_end=1207
 # @@protoc_insertion_point(module_scope)

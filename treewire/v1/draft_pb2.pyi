@@ -86,6 +86,7 @@ class DraftLimits(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     MAX_PREFIXES_FIELD_NUMBER: _builtins.int
+    BRANCH_WEIGHTS_FIELD_NUMBER: _builtins.int
     horizon: _builtins.int
     """Deepest depth that marginals will reach."""
     width: _builtins.int
@@ -102,6 +103,10 @@ class DraftLimits(_message.Message):
     def fingerprint(self) -> _tree_pb2.Fingerprint:
         """The drafter's side of the handshake."""
 
+    @_builtins.property
+    def branch_weights(self) -> Global___BranchWeights:
+        """What branches are ranked by where trees aim at the shared noise, fitted to this drafter; not set if nothing was fitted."""
+
     def __init__(
         self,
         *,
@@ -112,14 +117,41 @@ class DraftLimits(_message.Message):
         fingerprint: _tree_pb2.Fingerprint | None = ...,
         engine: _builtins.str = ...,
         max_prefixes: _builtins.int = ...,
+        branch_weights: Global___BranchWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["branch_weights", b"branch_weights", "fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "fingerprint", b"fingerprint", "horizon", b"horizon", "max_context", b"max_context", "max_prefixes", b"max_prefixes", "needs_features", b"needs_features", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_weights", b"branch_weights", "engine", b"engine", "fingerprint", b"fingerprint", "horizon", b"horizon", "max_context", b"max_context", "max_prefixes", b"max_prefixes", "needs_features", b"needs_features", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DraftLimits: _TypeAlias = DraftLimits  # noqa: Y015
+
+@_typing.final
+class BranchWeights(_message.Message):
+    """What a token's log-probability and the shared noise count in the ranking of branches. Any weights leave the output the same."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOG_PROB_FIELD_NUMBER: _builtins.int
+    NOISE_FIELD_NUMBER: _builtins.int
+    log_prob: _builtins.float
+    """Of the log-probability; above 0 and at most 10."""
+    noise: _builtins.float
+    """Of the noise; from 0 to 10."""
+    def __init__(
+        self,
+        *,
+        log_prob: _builtins.float = ...,
+        noise: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_prob", b"log_prob", "noise", b"noise"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BranchWeights: _TypeAlias = BranchWeights  # noqa: Y015
 
 @_typing.final
 class DraftRequest(_message.Message):

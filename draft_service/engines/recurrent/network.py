@@ -13,7 +13,6 @@ from torch import Tensor
 from draft_service.engines.feature_drafter import Committed, Root
 from draft_service.engines.recurrent.model import AttentionInputs, DraftCache, RecurrentDrafter
 from draft_service.engines.torch_ranking import SessionNoise, rank
-from treewire.core.build import LOG_PROB_WEIGHT, NOISE_WEIGHT
 from treewire.core.tree import Marginals
 from treewire.kv.store import KvStore
 
@@ -169,7 +168,7 @@ class _Beam:
         self._described.append((self.paths, rows))
         if not self.is_going:
             return []
-        scores = self._scores[:, np.newaxis] + _branch_scores(rows, is_greedy=self.root.noise.is_silent)
+        scores = self._scores[:, np.newaxis] + _branch_scores(rows, self.root.noise)
         best = np.argsort(-scores, axis=None, kind="stable")[: self._size]
         parents: list[int] = (best // scores.shape[1]).tolist()
         tokens = rows.token_ids.ravel()[best].tolist()
@@ -191,11 +190,11 @@ class _Beam:
         )
 
 
-def _branch_scores(rows: _Rows, *, is_greedy: bool) -> NDArray[np.float64]:
-    """What a gateway that was not calibrated ranks branches by: log-probs, or both weighted and normalised in each row."""
-    if is_greedy:
+def _branch_scores(rows: _Rows, noise: SessionNoise) -> NDArray[np.float64]:
+    """What the gateway ranks branches by: log-probs, or both weighted and normalised in each row."""
+    if noise.is_silent:
         return rows.log_probs.astype(np.float64)
-    scores = LOG_PROB_WEIGHT * rows.log_probs.astype(np.float64) + NOISE_WEIGHT * rows.noise
+    scores = noise.weights.log_prob * rows.log_probs.astype(np.float64) + noise.weights.noise * rows.noise
     normalised: NDArray[np.float64] = scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)
     return normalised
 
