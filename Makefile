@@ -10,7 +10,7 @@ WORKERS ?= 2
 PYTEST_FLAGS := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 .DEFAULT_GOAL := help
 
-.PHONY: help install demo test test-browser chromium iproute2 test-sglang gpu-check gpu-check-sglang lint format proto conformance-reference compose-test bench peers simulator-check docs-benchmarks bench-micro bench-overhead bench-adaptive bench-split bench-memory soak soak-sessions bench-ablation docs-reference chaos load clean
+.PHONY: help install demo test test-browser chromium iproute2 test-sglang gpu-check gpu-check-sglang lint format proto conformance-reference compose-test bench peers simulator-check docs-benchmarks bench-micro bench-overhead bench-adaptive bench-split bench-memory soak soak-sessions bench-ablation bench-structures bench-seeded docs-reference chaos load clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -154,6 +154,12 @@ soak-sessions: install ## 20,000 rounds of random sessions; pages and memory mus
 
 bench-ablation: install ## tokens a round by tree, acceptance rule and temperature; MODEL, DRAFTER
 	$(BIN)/python -m benchmarks.ablation.sampling --model $(or $(MODEL),smollm2-135m) --drafter $(or $(DRAFTER),dflash)
+
+bench-structures: install ## answers to 50 prompts in JSON of a schema, at temperatures 0 and 1, and what the schema does to acceptance
+	$(BIN)/python -m benchmarks.structures --dtype int8 --json benchmarks/results/structures.json
+
+bench-seeded: install ## seeded answers of the real model, with chains and trees, alone and in company, beside plain sampling
+	$(BIN)/python -m benchmarks.seeded --json benchmarks/results/seeded.json
 
 docs-reference: install ## write docs/configuration.md anew from the settings
 	@$(BIN)/python -m treewire.runtime.reference > docs/configuration.md

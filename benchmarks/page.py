@@ -72,6 +72,38 @@ def _simulator(values: Values) -> list[str]:
     return [*table(heads, rows), "", f"The largest error of tokens a second is {worst:.0%}."]
 
 
+def _structures(values: Values) -> list[str]:
+    heads = ("temperature", "schema", "prompts", "valid JSON of it", "tokens", "tokens a round")
+    rows = [
+        (
+            row["temperature"],
+            "yes" if row["structured"] else "no",
+            row["num_prompts"],
+            row["num_valid"],
+            row["num_tokens"],
+            f"{row['acceptance_length']:.2f}",
+        )
+        for row in values["rows"]
+    ]
+    return table(heads, rows)
+
+
+def _seeded(values: Values) -> list[str]:
+    heads = ("temperature", "tree", "at once", "equal to plain sampling", "tokens", "tokens a round")
+    rows = [
+        (
+            row["temperature"],
+            row["shape"],
+            row["at_once"],
+            f"{row['num_equal']} of {row['num_prompts']}",
+            row["num_tokens"],
+            f"{row['acceptance_length']:.2f}",
+        )
+        for row in values["rows"]
+    ]
+    return table(heads, rows)
+
+
 def _load(values: Values) -> list[str]:
     runs = {name: figures for name, figures in values.items() if name in ("queued", "refused")}
     names = list(next(iter(runs.values())))
@@ -87,6 +119,8 @@ def _shown(value: object) -> str:
 
 SECTIONS = (
     Section("Peers", "peers.json", "make bench", _peers),
+    Section("Outputs of a JSON schema", "structures.json", "make bench-structures", _structures),
+    Section("The same seed, whatever the trees and the company", "seeded.json", "make bench-seeded", _seeded),
     Section("The simulator against this stack", "simulator_check.json", "make simulator-check", _simulator),
     Section("A crowd at the gateway, simulated engines", "load.json", "make load", _load),
 )
