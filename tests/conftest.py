@@ -67,9 +67,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     of them is left for the end."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
+    _name_apart(items)
     patience: defaultdict[Path, float] = defaultdict(float)
     for item in items:
         for marker in item.iter_markers("timeout"):
             patience[item.path] = max(patience[item.path], *marker.args)
     num_tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (-patience[item.path], -num_tests[item.path]))
+
+
+def _name_apart(items: list[pytest.Item]) -> None:
+    """Number tests of one name, as schemathesis makes them: pytest-xdist would run one of them and leave the others out."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        name = item.nodeid
+        seen[name] += 1
+        if seen[name] > 1:
+            item._nodeid = f"{name}[{seen[name]}]"
