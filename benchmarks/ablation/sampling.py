@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -135,27 +136,28 @@ class Ablation:
         name, drafter = f"{temperature:g}", self._load(USUAL_WEIGHTS)
         by_depth = drafted(drafter, paths, told=deaf, width=WIDTH, takes_conditional=False)
         yield cell(name, PLAIN, CHAIN, by_depth, chain_rule(BUDGETS[CHAIN]))
-        yield from self._shapes(name, PLAIN, drafter, paths, deaf, plain_rule)
+        yield from Line(name, PLAIN, drafter, paths, deaf).trees(plain_rule)
         if temperature == 0.0:
             return
-        yield from self._chains(name, NOISE, drafter, paths, as_it_is)
-        yield from self._shapes(name, NOISE, drafter, paths, as_it_is, lambda budget: noise_rule(budget, USUAL_WEIGHTS))
+        noise = Line(name, NOISE, drafter, paths, as_it_is)
+        yield noise.chain()
+        yield from noise.trees(lambda budget: noise_rule(budget, USUAL_WEIGHTS))
         if self._calibration is not None:
             yield from self._calibrated(self._calibration, temperature, paths)
         for shape, budget in BUDGETS.items():
             yield cell(name, HYBRID, shape, by_depth, hybrid_rule(budget, HYBRID_WIDTHS[shape]))
 
     def _calibrated(self, fitted: Calibration, temperature: float, paths: Sequence[TargetPath]) -> Iterator[Cell]:
-        name, drafter = f"{temperature:g}", self._load(fitted.pooled)
-        yield from self._chains(name, CALIBRATED, drafter, paths, as_it_is)
-        answers = drafted(drafter, paths, told=as_it_is, width=WIDTH, takes_conditional=True)
+        line = Line(f"{temperature:g}", CALIBRATED, self._load(fitted.pooled), paths, as_it_is)
+        yield line.chain()
+        answers = line.answers(WIDTH)
         for rule, weights in (
             (CALIBRATED, (fitted.pooled,)),
             (CALIBRATED_HERE, (fitted.by_temperature[temperature],)),
             (CALIBRATED_BY_DEPTH, fitted.by_depth),
         ):
             for shape, budget in TREES.items():
-                yield cell(name, rule, shape, answers, noise_rule(budget, *weights))
+                yield cell(line.condition, rule, shape, answers, noise_rule(budget, *weights))
 
     def told(
         self, condition: str, paths: Sequence[TargetPath], hearings: dict[str, Callable[[Sampling], Sampling]]
@@ -163,34 +165,32 @@ class Ablation:
         """Trees aimed at the noise with a drafter that is told one or the other of the request's sampling."""
         weights = self._calibration.pooled if self._calibration else USUAL_WEIGHTS
         for rule, told in hearings.items():
-            yield from self._shapes(
-                condition, rule, self._load(weights), paths, told, lambda budget: noise_rule(budget, weights)
-            )
+            line = Line(condition, rule, self._load(weights), paths, told)
+            yield from line.trees(lambda budget: noise_rule(budget, weights))
 
-    def _shapes(
-        self,
-        condition: str,
-        rule: str,
-        drafter: DraftEngine,
-        paths: Sequence[TargetPath],
-        told: Callable[[Sampling], Sampling],
-        build: Callable[[int], SpotRule],
-    ) -> Iterator[Cell]:
-        answers = drafted(drafter, paths, told=told, width=WIDTH, takes_conditional=True)
+
+class Line(NamedTuple):
+    """A line of a table: a rule in one condition, and the drafter, told of the request's sampling what `told` leaves of it."""
+
+    condition: str
+    rule: str
+    drafter: DraftEngine
+    paths: Sequence[TargetPath]
+    told: Callable[[Sampling], Sampling]
+
+    def answers(self, width: int) -> Answers:
+        """The drafter's guesses along the paths, conditional ones among them."""
+        return drafted(self.drafter, self.paths, told=self.told, width=width, takes_conditional=True)
+
+    def trees(self, build: Callable[[int], SpotRule]) -> Iterator[Cell]:
+        """Trees of every budget."""
+        answers = self.answers(WIDTH)
         for shape, budget in TREES.items():
-            yield cell(condition, rule, shape, answers, build(budget))
+            yield cell(self.condition, self.rule, shape, answers, build(budget))
 
-    def _chains(
-        self,
-        condition: str,
-        rule: str,
-        drafter: DraftEngine,
-        paths: Sequence[TargetPath],
-        told: Callable[[Sampling], Sampling],
-    ) -> Iterator[Cell]:
+    def chain(self) -> Cell:
         """Rows of one token: the drafter's own ranking decides alone."""
-        answers = drafted(drafter, paths, told=told, width=1, takes_conditional=True)
-        yield cell(condition, rule, CHAIN, answers, chain_rule(BUDGETS[CHAIN]))
+        return cell(self.condition, self.rule, CHAIN, self.answers(1), chain_rule(BUDGETS[CHAIN]))
 
 
 TOLD_ALL = "told all"

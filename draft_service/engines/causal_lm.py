@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -128,11 +129,10 @@ class CausalLMDrafter:
         check_start(self.drafter, self._sessions, session, prompt)
         check_room(self._kv, session, self._kv.room_for(prompt, self.drafter.horizon))
         started = _Session(SessionRows(self._kv, prompt), len(prompt), sampling, History(prompt))
-        try:
+        with ExitStack() as unless_started:
+            unless_started.callback(started.rows.release)
             self._commit(started, prompt[started.rows.num_committed :])
-        except Exception:
-            started.rows.release()
-            raise
+            unless_started.pop_all()
         self._sessions[session] = started
 
     def propose(self, proposals: Sequence[Proposal]) -> Sequence[Marginals]:

@@ -32,8 +32,8 @@ LONGEST_SEQUENCE = 160
 GROWTH_BYTES = 24 * 2**20  # what allocators keep beside; a page a round would be ten times that
 
 
-class Soaked(TargetEngine, Protocol):
-    """A target that counts what it holds."""
+class Counting(Protocol):
+    """An engine that counts what it holds."""
 
     @property
     def num_sessions(self) -> int:
@@ -42,6 +42,14 @@ class Soaked(TargetEngine, Protocol):
     @property
     def num_free_slots(self) -> int:
         """Free token positions."""
+
+
+class Soaked(TargetEngine, Counting, Protocol):
+    """A target that counts what it holds."""
+
+
+class SoakedDrafter(DraftEngine, Counting, Protocol):
+    """A drafter that counts what it holds."""
 
 
 class Crowd:
@@ -104,18 +112,6 @@ class Crowd:
     def _release(self, session: int) -> None:
         self._engine.release(session)
         del self._lengths[session], self._roots[session]
-
-
-class SoakedDrafter(DraftEngine, Protocol):
-    """A drafter that counts what it holds."""
-
-    @property
-    def num_sessions(self) -> int:
-        """Started sessions."""
-
-    @property
-    def num_free_slots(self) -> int:
-        """Free token positions."""
 
 
 class Drafted:
